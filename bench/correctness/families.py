@@ -542,6 +542,24 @@ def _recurrent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             "bamba",
             mamba | {"mamba_n_groups": sizes.mamba_groups[1], "mamba_conv_bias": False, "attn_layer_indices": [1]},
         ),
+        "falcon_h1": (
+            "falcon_h1",
+            _TWO_LAYERS
+            | mamba
+            | {
+                "mamba_d_ssm": sizes.mamba[1] * sizes.mamba[2],
+                "mamba_n_groups": sizes.mamba_groups[0],
+                "embedding_multiplier": 5.7,
+                "lm_head_multiplier": 0.3,
+                "key_multiplier": 0.4,
+                "attention_in_multiplier": 1.1,
+                "attention_out_multiplier": 0.9,
+                "ssm_multipliers": [0.35, 0.25, 0.5, 0.6, 0.7],
+                "ssm_in_multiplier": 1.25,
+                "ssm_out_multiplier": 0.3,
+                "mlp_multipliers": [0.9, 0.6],
+            },
+        ),
         "nemotron_h": ("nemotron_h", _nemotron_h(sizes, "M-*-M--")),
         "nemotron_h_moe": ("nemotron_h", _nemotron_h_moe(sizes, "EM*EM-E")),
         "nemotron_h_latent_moe": (

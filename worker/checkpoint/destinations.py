@@ -33,6 +33,7 @@ _GLM4_NORMS = {
     "post_attention_layernorm": "mlp_norm",
     "post_mlp_layernorm": "mlp_out_norm",
 }
+_BAMBA_NORMS = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
 _LFM2_NORMS = {"operator_norm": "input_norm", "ffn_norm": "mlp_norm"}
 _NORMS = {  # of families that have other names
     "glm4": _GLM4_NORMS,
@@ -49,7 +50,8 @@ _NORMS = {  # of families that have other names
         "post_attention_layernorm": "mlp_norm",
         "post_norm2": "mlp_out_norm",
     },
-    "bamba": {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"},
+    "bamba": _BAMBA_NORMS,
+    "falcon_h1": _BAMBA_NORMS,
     "lfm2": _LFM2_NORMS,
     "lfm2_moe": _LFM2_NORMS,
 }
@@ -62,12 +64,13 @@ _NORMS_BESIDE_MLP = {
 
 
 class TensorPiece(NamedTuple):
-    """The elements `kept` of a checkpoint's tensor along a dimension, which a parameter has from `first` on. `order` is
-    that of `Rope.order` if they are heads, whose dimensions are rearranged."""
+    """The elements `kept` of a checkpoint's tensor along a dimension, which a parameter has from `first` on, multiplied
+    by `factor`. `order` is that of `Rope.order` if they are heads, whose dimensions are rearranged."""
 
     first: int
     kept: range
     order: tuple[int, ...] | None = None
+    factor: float = 1.0
 
     @property
     def row_order(self) -> torch.Tensor | None:
@@ -117,6 +120,10 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
             layer |= _mlp_destinations(part, name, part.whole.intermediate_size, part.intermediate)
         else:
             layer |= _expert_destinations(shard, stacked)
+        for tensor, factors in shard.whole.weight_factors.items():
+            own_pieces = zip(layer[tensor].pieces, factors, strict=True)
+            pieces = tuple(piece._replace(factor=factor) for piece, factor in own_pieces)
+            layer[tensor] = layer[tensor]._replace(pieces=pieces)
         for tensor, destination in layer.items():
             destinations[f"model.layers.{index}.{tensor}"] = destination._replace(
                 parameter=f"layers.{own}.{destination.parameter}"
@@ -125,10 +132,13 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
 
 
 def _attention_destinations(shard: Shard, index: int) -> dict[str, Destination]:
-    """Destinations of the tensors of the attention of layer `index`, or of what it has in place of one."""
+    """Destinations of the tensors of the attention of layer `index`, or of what it has in place of one or alongside."""
     recurrent, order = shard.whole.recurrent, shard.whole.ropes[index].order
     if recurrent is not None and recurrent.layers[index]:
-        return _recurrent_destinations(shard, recurrent)
+        states = _recurrent_destinations(shard, recurrent)
+        if not recurrent.alongside_attention:
+            return states
+        return _head_destinations(shard, order) | _behind_heads(states, shard)
     return _head_destinations(shard, order) if shard.whole.latent is None else _latent_destinations(shard, order)
 
 
@@ -220,6 +230,16 @@ def _recurrent_destinations(shard: Shard, whole: RecurrentConfig) -> dict[str, D
     return {
         f"{prefix}.{name}": Destination(to.parameter, to.shape, to.dim, tuple(TensorPiece(*part) for part in to.parts))
         for name, to in tensors.items()
+    }
+
+
+def _behind_heads(states: dict[str, Destination], shard: Shard) -> dict[str, Destination]:
+    """Destinations of the tensors of recurrent states where attention has the first rows of `qkv` and the first columns
+    of `out`."""
+    before = {"qkv": shard.config.qkv_size, "out": shard.config.attended_size}
+    return {
+        name: to._replace(pieces=tuple(p._replace(first=p.first + before.get(to.parameter, 0)) for p in to.pieces))
+        for name, to in states.items()
     }
 
 

@@ -4,7 +4,8 @@ import contextlib
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,13 +58,14 @@ class DecoderConfig:
     | `q_lora_rank` | with latent attention: rank of the queries' matrix if it is a product of two, or None |
     | `output_gate` | each head's output is multiplied by the sigmoid of a gate, which the query's product gives |
     | `experts` | of the layers that have experts in place of an MLP |
-    | `recurrent` | of the layers that have recurrent states in place of attention |
+    | `recurrent` | of the layers that have recurrent states in place of attention, or alongside it |
     | `sublayers` | for each layer which one it has, where each has one: attention, or what is in its place, or an MLP or experts; None: both |
     | `layer_inputs` | inputs of each layer besides the hidden states |
     | `layer_scales` | the output of each layer is multiplied by a number |
     | `has_sinks` | attention has sinks (`kernels.attention.interface.AttentionShape`) |
     | `head_bias` | the head has biases |
     | `logit_scale` | factor of all logits |
+    | `weight_factors` | factors of a layer's weights, which they have from loading on: by the checkpoint's name of the tensor, one for each of its pieces (`worker.checkpoint.destinations`) |
     | `extra_layers` | layers that a checkpoint has after the model's own, for training or drafts; they are not loaded |
     | `ranks` | number of ranks that share the layers (`worker.models.sharding`) |
     | `is_first` | the layers are the model's first, with the embedding before them |
@@ -119,6 +121,7 @@ class DecoderConfig:
     sublayers: tuple[Literal["attention", "mlp"], ...] | None = None
     layer_inputs: LayerInputsConfig | None = None
     layer_scales: bool = False
+    weight_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     extra_layers: int = 0
     ranks: int = 1
     is_first: bool = True
@@ -163,9 +166,11 @@ class DecoderConfig:
     @property
     def attention_layers(self) -> list[int]:
         """The layers with attention, and not with recurrent states in place of it."""
-        recurrent = None if self.recurrent is None else self.recurrent.layers
-        layers = (index for index in range(self.num_layers) if self.has_attention(index))
-        return [index for index in layers if recurrent is None or not recurrent[index]]
+        own = self.recurrent
+        layers = [index for index in range(self.num_layers) if self.has_attention(index)]
+        if own is None or own.alongside_attention:
+            return layers
+        return [index for index in layers if not own.layers[index]]
 
     @property
     def kv_layers(self) -> list[int]:

@@ -82,6 +82,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "qwen3_5_moe_text": recurrent.qwen3_5_moe,
     "granitemoehybrid": recurrent.granite_hybrid,
     "bamba": recurrent.bamba,
+    "falcon_h1": recurrent.falcon_h1,
     "nemotron_h": recurrent.nemotron_h,
     "lfm2": recurrent.lfm2,
     "lfm2_moe": recurrent.lfm2_moe,

@@ -5,7 +5,8 @@ What differs between steps (their size, whether attention is inside a CUDA graph
 layers in several orders.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,6 +160,28 @@ class SelfAttention:
         return q, k, v if self.v_norm is None else rms_norm(v, self.v_norm, eps)
 
 
+@dataclass
+class AttentionAlongsideStates(SelfAttention):
+    """Attention, and recurrent states alongside. Both read the hidden states through one norm and one product, and one
+    product adds the outputs of both. In `qkv` and `out`, what is attention's comes first."""
+
+    states: RecurrentLayer = field(kw_only=True)
+
+    @property
+    def projected_size(self) -> int:
+        return super().projected_size + self.states.projected_size
+
+    @property
+    def attended_size(self) -> int:
+        return super().attended_size + self.states.attended_size
+
+    def forward(self, qkv: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Outputs of attention's heads, then those of the states, `[n, attended_size]`."""
+        own = super().projected_size
+        attended = super().forward(qkv[:, :own], context)
+        return torch.cat((attended, self.states.forward(qkv[:, own:], context)), dim=1)
+
+
 @dataclass(frozen=True)
 class MLP:
     """MLP of a layer, gated (https://arxiv.org/abs/2002.05202) or not: the activation of one product, and another
@@ -244,13 +267,17 @@ def _attention(
     config: DecoderConfig, index: int, parameters: dict[str, Any]
 ) -> SelfAttention | LatentAttention | RecurrentLayer:
     recurrent = config.recurrent
+    states = None
     if recurrent is not None and recurrent.layers[index]:
-        return recurrent.layer(sum(recurrent.layers[:index]), parameters)
+        states = recurrent.layer(sum(recurrent.layers[:index]), parameters)
+        if not recurrent.alongside_attention:
+            return states
     if config.latent is not None:
         return LatentAttention.from_parameters(config, config.latent, index, parameters)
     own = config.of_layer(index)
     q_norm, k_norm = _head_norms(own, index, parameters)
-    return SelfAttention(
+    attention = SelfAttention if states is None else partial(AttentionAlongsideStates, states=states)
+    return attention(
         own,
         index,
         config.kv_layers.index(index - own.kv_before),

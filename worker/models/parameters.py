@@ -8,6 +8,7 @@ from kernels.attention.interface import LatentHeads
 from kernels.linear.any_linear import make_linear
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
+from worker.models.recurrent_layer import RecurrentConfig
 
 _LINEARS = (
     *("qkv", "q_b", "out", "gate_up", "down", "router", "latent_in", "latent_out"),
@@ -39,7 +40,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         experts, own, recurrent = config.experts_of(index), config.of_layer(index), config.recurrent
         layer: dict[str, tuple[int, ...]] = {}
         if recurrent is not None and recurrent.layers[index]:
-            layer |= recurrent.parameter_shapes(config.hidden_size)
+            layer |= _recurrent_shapes(own, recurrent)
         elif config.has_attention(index):
             layer |= _attention_shapes(own)
         if config.has_mlp(index):
@@ -81,6 +82,17 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.sandwich_norms:
         layer["attention_out_norm"] = (hidden,)
     return layer
+
+
+def _recurrent_shapes(config: DecoderConfig, recurrent: RecurrentConfig) -> dict[str, tuple[int, ...]]:
+    """Alongside attention, `qkv` has attention's rows before those of the states, and `out` has attention's columns
+    before."""
+    layer = recurrent.parameter_shapes(config.hidden_size)
+    if not recurrent.alongside_attention:
+        return layer
+    (rows, hidden), (_, columns) = layer["qkv"], layer["out"]
+    both = {"qkv": (config.qkv_size + rows, hidden), "out": (hidden, config.attended_size + columns)}
+    return layer | _attention_shapes(config) | both
 
 
 def _mlp_norm_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from kernels.recurrent.shape import StateShape
 from worker.models.dense_families import granite, llama
 from worker.models.expert_families import granite_moe, qwen_experts, sigmoid_experts
 from worker.models.experts import ExpertsConfig
-from worker.models.family_rules import HfConfig, RopeRules, expert_count
+from worker.models.family_rules import HfConfig, RopeRules, expert_count, refuse_other_than
 from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.mamba2 import Mamba2Config
 from worker.models.short_convolution import ShortConvolutionConfig
@@ -93,6 +93,30 @@ def bamba(hf: HfConfig) -> dict[str, Any]:
     return llama(hf) | {
         "rope_rules": RopeRules(is_partial=True),
         "recurrent": _mamba2(hf, tuple(index not in with_attention for index in range(hf.num_hidden_layers))),
+    }
+
+
+def falcon_h1(hf: HfConfig) -> dict[str, Any]:
+    """Each layer has attention and Mamba2 side by side. Factors of attention's inputs and keys are those of its scores
+    and outputs; the others are those of weights."""
+    refuse_other_than(hf, mamba_rms_norm=False, attention_bias=False, mlp_bias=False, projectors_bias=False)
+    states = _mamba2(hf, (True,) * hf.num_hidden_layers)
+    assert states is not None, "all layers have Mamba2"
+    gate, inputs, keys, queries, steps = (hf.ssm_in_multiplier * factor for factor in hf.ssm_multipliers)
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    mlp_gate, mlp_down = hf.mlp_multipliers
+    return {
+        "embedding_scale": hf.embedding_multiplier,
+        "logit_scale": hf.lm_head_multiplier,
+        "attention_scale": head_dim**-0.5 * hf.key_multiplier * hf.attention_in_multiplier**2,
+        "recurrent": replace(states, has_norm=False, alongside_attention=True),
+        "weight_factors": {
+            "self_attn.o_proj.weight": (hf.attention_in_multiplier * hf.attention_out_multiplier,),
+            "mamba.in_proj.weight": (inputs, keys, queries, gate, steps),
+            "mamba.out_proj.weight": (hf.ssm_out_multiplier,),
+            "mlp.gate_proj.weight": (mlp_gate,),
+            "mlp.down_proj.weight": (mlp_down,),
+        },
     }
 
 

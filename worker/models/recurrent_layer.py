@@ -1,7 +1,7 @@
 """Layers with recurrent states: a state of fixed size is their memory of a sequence, in place of keys and values."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -21,10 +21,12 @@ class RecurrentConfig(ABC):
     | --- | --- |
     | `states` | sizes of a layer's heads and of its convolution; with several ranks, those of one rank |
     | `layers` | for each layer whether it is recurrent; the others have attention |
+    | `alongside_attention` | recurrent layers have attention too, which reads and adds what the states do |
     """
 
     states: StateShape
     layers: tuple[bool, ...]
+    alongside_attention: bool = field(default=False, kw_only=True)
 
     @property
     def num_layers(self) -> int:
