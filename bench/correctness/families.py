@@ -211,6 +211,8 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "granite": ("granite", _granite(sizes) | {"attention_bias": True}),
         "hyperclovax": ("hyperclovax", _TWO_LAYERS | _granite(sizes) | {"residual_multiplier": 1.0}),
         "olmo2": ("olmo2", {}),
+        "phi": ("phi", _TWO_LAYERS),
+        "cohere": ("cohere", _TWO_LAYERS | {"attention_bias": True, "logit_scale": 0.3, "tie_word_embeddings": True}),
         "phi3": ("phi3", {"sliding_window": None}),
         "phi3_partial": ("phi3", _rope("default", partial_rotary_factor=0.5)),
         "phi3_longrope": (
@@ -289,6 +291,11 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             },
         ),
         "olmo3": ("olmo3", window),
+        "cohere2": (
+            "cohere2",
+            window
+            | {"num_hidden_layers": 2, "layer_types": SLIDING[:2], "logit_scale": 0.3, "tie_word_embeddings": True},
+        ),
         "granite_swa": ("granite_swa", swash | {"layer_types": SLIDING}),
         "granitemoe_swa": (
             "granitemoe_swa",
@@ -297,6 +304,14 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": sizes.shared},
         ),
         "cwm": ("cwm", window | {"layer_types": SLIDING} | _LLAMA3),
+        "cohere2_moe": (
+            "cohere2_moe",
+            window
+            | {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"], "rms_norm_eps": 1e-5}
+            | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "logit_scale": 0.3}
+            | {"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2, "expert_selection_fn": "sigmoid"}
+            | {"intermediate_size": sizes.expert, "prefix_dense_intermediate_size": sizes.inner},
+        ),
         "exaone4": ("exaone4", window | {"layer_types": SLIDING}),
         "exaone_moe": (
             "exaone_moe",

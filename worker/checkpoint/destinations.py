@@ -121,6 +121,8 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
         else:
             layer |= _expert_destinations(shard, stacked)
         for tensor, factors in shard.whole.weight_factors.items():
+            if tensor not in layer:  # of a layer of another kind
+                continue
             own_pieces = zip(layer[tensor].pieces, factors, strict=True)
             pieces = tuple(piece._replace(factor=factor) for piece, factor in own_pieces)
             layer[tensor] = layer[tensor]._replace(pieces=pieces)
@@ -359,6 +361,8 @@ def _norm_destinations(config: DecoderConfig, index: int) -> dict[str, Destinati
         names = {"norm": "input_norm" if config.has_attention(index) else "mlp_norm"}
     elif config.model_type in _NORMS:
         names = _NORMS[config.model_type]
+    elif config.parallel == "one norm":
+        names = {"input_layernorm": "input_norm"}
     elif not config.pre_norms:
         names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     elif config.sandwich_norms:
@@ -376,7 +380,8 @@ def _norm_destination(tensor: str, parameter: str, config: DecoderConfig) -> dic
     weights = _whole(parameter, (config.hidden_size,))
     if not config.layer_norms:
         return {f"{tensor}.weight": weights}
-    return {f"{tensor}.weight": weights._replace(expert=0), f"{tensor}.bias": weights._replace(expert=1)}
+    rows = {f"{tensor}.weight": weights._replace(expert=0), f"{tensor}.bias": weights._replace(expert=1)}
+    return rows if config.norm_biases else {f"{tensor}.weight": rows[f"{tensor}.weight"]}
 
 
 def _whole(parameter: str, shape: tuple[int, ...], kept: range | None = None) -> Destination:

@@ -5,8 +5,8 @@ import re
 from worker.models.config import DecoderConfig
 from worker.models.sharding import Shard
 
-# The names of experts and MLPs in checkpoints, and those of `destinations`: Mixtral's, Granite's, Qwen2's, Ernie's and
-# StarCoder2's.
+# The names of experts and MLPs in checkpoints, and those of `destinations`: Mixtral's, Granite's, Qwen2's, Ernie's,
+# StarCoder2's and Phi's.
 _EXPERT_NAMES = (
     (re.compile(r"\.(block_sparse_moe|feed_forward)\."), ".mlp."),
     (re.compile(r"(layers\.\d+)\.(experts|router)\."), r"\1.mlp.\2."),
@@ -23,8 +23,8 @@ _EXPERT_NAMES = (
     (re.compile(r"\.mlp\.shared_(expert|mlp)\."), ".mlp.shared_experts."),
     (re.compile(r"\.mlp\.(e_score_correction_bias|expert_bias)$"), ".mlp.gate.e_score_correction_bias"),
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
-    (re.compile(r"\.mlp\.c_fc\."), ".mlp.up_proj."),
-    (re.compile(r"\.mlp\.c_proj\."), ".mlp.down_proj."),
+    (re.compile(r"\.mlp\.(c_fc|fc1)\."), ".mlp.up_proj."),
+    (re.compile(r"\.mlp\.(c_proj|fc2)\."), ".mlp.down_proj."),
 )
 
 # Nemotron-H's names: a layer's one sublayer is its mixer, whatever it is.
@@ -37,12 +37,12 @@ _MIXER_NAMES = (
     (re.compile(r"\.mixer\."), ".mamba."),
 )
 
-# Those of LFM2's attention and MLPs and of Hunyuan's norms, and those of most families.
+# Those of LFM2's attention and MLPs, of Phi's attention and of Hunyuan's norms, and those of most families.
 _LAYER_NAMES = (
     (re.compile(r"\.mlp\.w1\."), ".mlp.gate_proj."),
     (re.compile(r"\.mlp\.w3\."), ".mlp.up_proj."),
     (re.compile(r"\.mlp\.w2\."), ".mlp.down_proj."),
-    (re.compile(r"\.self_attn\.out_proj\."), ".self_attn.o_proj."),
+    (re.compile(r"\.self_attn\.(out_proj|dense)\."), ".self_attn.o_proj."),
     (re.compile(r"\.self_attn\.([qk])(?:uery|ey)?_layernorm\."), r".self_attn.\1_norm."),
 )
 

@@ -46,8 +46,10 @@ class DecoderConfig:
     | `keys_are_values` | values are the keys before norm and rotation (`of_layer`) |
     | `gemma_norms` | norms multiply, in float32, by one plus the stored weight |
     | `float32_norms` | norms multiply in float32 |
-    | `layer_norms` | norms subtract the mean and have biases |
+    | `layer_norms` | norms subtract the mean |
+    | `norm_biases` | such norms have biases |
     | `pre_norms` | attention and MLP read the hidden states through a norm |
+    | `parallel` | attention and MLP read the same hidden states, through a norm each, or both through one |
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
     | `gated_mlps` | MLPs and experts multiply the activation of a product, the gate, by another one; else they have one product before the last |
     | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together; or each head by itself and without weights, in layers that rotate. `after`: each head by itself, after rotation |
@@ -84,7 +86,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    activation: Literal["silu", "gelu_tanh", "relu2"]
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"]
     context_length: int
     tied_embeddings: bool
     windows: tuple[int | None, ...]
@@ -105,7 +107,9 @@ class DecoderConfig:
     gemma_norms: bool = False
     float32_norms: bool = False
     layer_norms: bool = False
+    norm_biases: bool = True
     pre_norms: bool = True
+    parallel: Literal["two norms", "one norm"] | None = None
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
     attention_softcap: float | None = None
@@ -257,7 +261,12 @@ _WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "at
 _ACTIVATION_NAMES = ("hidden_activation", "mlp_hidden_act", "hidden_act")
 # Activations of gates, and of MLPs without a gate.
 _GATED: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_PLAIN: dict[str, Literal["gelu_tanh", "relu2"]] = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh"}
+_PLAIN: dict[str, Literal["gelu", "gelu_tanh", "relu2"]] = {
+    "relu2": "relu2",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 def read_config(model: Path) -> HfConfig:
@@ -419,7 +428,7 @@ def _layer_types(hf: HfConfig) -> list[str]:
     return list(kinds)
 
 
-def _activation(hf: HfConfig, has_gate: bool) -> Literal["silu", "gelu_tanh", "relu2"]:
+def _activation(hf: HfConfig, has_gate: bool) -> Literal["silu", "gelu", "gelu_tanh", "relu2"]:
     name = next((said for field in _ACTIVATION_NAMES if (said := getattr(hf, field, None))), "silu")
     known = _GATED if has_gate else _PLAIN
     if name not in known:

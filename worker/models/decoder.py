@@ -126,7 +126,7 @@ class Decoder:
         ]
         # The last layer with attention: what follows it needs no other token. 0 on a stage without attention.
         self._last = max((i for i, layer in enumerate(self.layers) if layer.attention is not None), default=0)
-        sums = [(layer.attention is not None) + (layer.mlp is not None) for layer in self.layers]
+        sums = [layer.sums for layer in self.layers]
         # Of a stream that begins with layer i.
         self._first_sums = [FirstSum.of(sum(sums[i:]), config.is_first or i > 0) for i in range(config.num_layers)]
         # The scale is rounded to the embedding's dtype: Gemma was trained so.
@@ -398,8 +398,11 @@ class Decoder:
                     attention.project(stream, qkv[half])
                 attended = attention.forward(qkv, context)
                 for half, stream in zip(halves, streams, strict=True):
-                    attention.add_output(stream, attended[half])
-            if layer.mlp is not None:
+                    if layer.is_parallel:
+                        layer.post_attention(stream, attended[half])
+                    else:
+                        attention.add_output(stream, attended[half])
+            if layer.mlp is not None and not layer.is_parallel:
                 for stream in streams:
                     layer.mlp.forward(stream)
         for stream in streams:

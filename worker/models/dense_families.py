@@ -1,5 +1,6 @@
 """Rows of `worker.models.families`: dense models. Each function says how a family differs from a plain Llama."""
 
+from dataclasses import replace
 from typing import Any
 
 from kernels.experts.choice import Routing
@@ -180,6 +181,40 @@ def swash_attention(hf: HfConfig) -> dict[str, Any]:
     thetas = tuple(float(theta) for theta in hf.layer_rope_theta)
     rotated = {index: theta != 0 for index, theta in enumerate(thetas)}
     return {"has_sinks": True, "rope_rules": RopeRules(layers=rotated, thetas=thetas)}
+
+
+def phi(hf: HfConfig) -> dict[str, Any]:
+    refuse_other_than(hf, qk_layernorm=False)
+    return {
+        "norm_eps": hf.layer_norm_eps,
+        "layer_norms": True,
+        "parallel": "one norm",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "head_bias": True,
+        "gated_mlps": False,
+        "rope_rules": RopeRules(is_partial=True),
+    }
+
+
+def cohere(hf: HfConfig) -> dict[str, Any]:
+    refuse_other_than(hf, use_qk_norm=False)
+    return {
+        "norm_eps": hf.layer_norm_eps,
+        "layer_norms": True,
+        "norm_biases": False,
+        "float32_norms": True,
+        "parallel": "one norm",
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "logit_scale": hf.logit_scale,
+        "rope_rules": RopeRules(is_interleaved=True),
+    }
+
+
+def cohere2(hf: HfConfig) -> dict[str, Any]:
+    return cohere(hf) | {"rope_rules": replace(rotated_windows(hf), is_interleaved=True)}
 
 
 def hyperclovax(hf: HfConfig) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 from kernels.experts.choice import Routing
 from kernels.ops.activation import ClampedSwiGLU
 from worker.models.dense_families import (
+    cohere2,
     ernie,
     exaone,
     granite,
@@ -81,6 +82,30 @@ def qwen_experts(hf: HfConfig, is_normalised: bool | None = None, **shared: Any)
         is_normalised = hf.norm_topk_prob
     routing = Routing(hf.num_experts_per_tok, is_normalised=is_normalised)
     return ExpertsConfig(expert_count(hf), hf.moe_intermediate_size, routing, layers, **shared)
+
+
+def cohere2_moe(hf: HfConfig) -> dict[str, Any]:
+    """Layers with an MLP may rotate without a window too."""
+    kinds = {"sigmoid": hf.norm_topk_prob, "softmax": True}
+    if (kind := hf.expert_selection_fn) not in kinds:
+        raise ValueError(f"cohere2_moe models with expert_selection_fn {kind!r} are not supported")
+    is_mean = hf.num_shared_experts > 0 and hf.shared_expert_combination_strategy == "average"
+    routing = Routing(hf.num_experts_per_tok, kind, kinds[kind], scale=0.5 if is_mean else 1.0)
+    layers, size = sparse_layers(hf), hf.intermediate_size
+    experts = ExpertsConfig(expert_count(hf), size, routing, layers, size * hf.num_shared_experts)
+    own, mlps_rotate = cohere2(hf), hf.prefix_dense_sliding_window_pattern == 1
+    rotated = {
+        index: is_rotated or (mlps_rotate and not layers[index])
+        for index, is_rotated in own["rope_rules"].layers.items()
+    }
+    if hf.rms_norm_eps is not None:
+        own |= {"norm_eps": hf.rms_norm_eps, "layer_norms": False, "float32_norms": False}
+    return own | {
+        "rope_rules": RopeRules(is_interleaved=True, layers=rotated),
+        "intermediate_size": hf.prefix_dense_intermediate_size or size,
+        "experts": experts,
+        "weight_factors": {"mlp.shared_experts.down_proj.weight": (0.5,)} if is_mean else {},
+    }
 
 
 def hunyuan_moe(hf: HfConfig) -> dict[str, Any]:

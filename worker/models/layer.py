@@ -14,7 +14,7 @@ import torch
 from kernels.attention.interface import KVSlots
 from kernels.experts.experts import Experts
 from kernels.linear.any_linear import AnyLinear
-from kernels.ops.activation import gelu_tanh, gelu_tanh_and_mul, relu2, silu_and_mul
+from kernels.ops.activation import gelu, gelu_tanh, gelu_tanh_and_mul, relu2, silu_and_mul
 from kernels.ops.norm import rms_norm
 from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
@@ -27,7 +27,7 @@ from worker.models.recurrent_layer import RecurrentLayer
 from worker.models.residual_stream import Activation, ResidualStream
 
 _GATED: dict[str, Activation] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
-_PLAIN: dict[str, Activation] = {"relu2": relu2, "gelu_tanh": gelu_tanh}
+_PLAIN: dict[str, Activation] = {"relu2": relu2, "gelu": gelu, "gelu_tanh": gelu_tanh}
 
 
 @dataclass
@@ -193,16 +193,20 @@ class MLP:
     activation: Activation
     out_norm: torch.Tensor | None = None
 
+    def last(self, x: ResidualStream) -> tuple[AnyLinear, torch.Tensor]:
+        """The product that gives what `forward` adds, and what it reads, made of the hidden states as they are."""
+        return self.down, x.project_activated(self.norm, self.gate_up, self.activation)
+
     def forward(self, x: ResidualStream) -> None:
         """Adds the MLP's output."""
-        activated = x.project_activated(self.norm, self.gate_up, self.activation)
-        x.add(self.down, activated, self.out_norm)
+        x.add(*self.last(x), self.out_norm)
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
     """A layer: attention, then an MLP, or one of the two. Each reads the residual stream through a norm, and adds its
-    output to it. Some models add an input of the layer then, or multiply the stream by `scale`, `[1]`.
+    output to it; if the layer `is_parallel`, both read the same, and the sum of both is added. Some models add an input
+    of the layer then, or multiply the stream by `scale`, `[1]`.
 
     The parts are members, so that a layer of another kind has another member, such as attention with a state of its own
     in place of `attention`.
@@ -212,6 +216,7 @@ class DecoderLayer:
     mlp: MLP | ExpertMLP | None
     input: LayerInput | None = None
     scale: torch.Tensor | None = None
+    is_parallel: bool = False
 
     @classmethod
     def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
@@ -224,7 +229,12 @@ class DecoderLayer:
         if config.layer_inputs is not None:
             gate, out = parameters["layer_input_gate"], parameters["layer_input_out"]
             own_input = LayerInput(index, gate, out, parameters["layer_input_norm"], activation)
-        return cls(attention, mlp, own_input, parameters.get("scale"))
+        return cls(attention, mlp, own_input, parameters.get("scale"), config.parallel is not None)
+
+    @property
+    def sums(self) -> int:
+        """Sums over ranks that the layer makes."""
+        return 1 if self.is_parallel else (self.attention is not None) + (self.mlp is not None)
 
     @property
     def linears(self) -> list[tuple[AnyLinear, bool]]:
@@ -232,11 +242,11 @@ class DecoderLayer:
         mlp = self.mlp.shared if isinstance(self.mlp, ExpertMLP) else self.mlp
         own: list[tuple[AnyLinear, bool]] = []
         if self.attention is not None:
-            own += [(self.attention.qkv, False), (self.attention.out, True)]
+            own += [(self.attention.qkv, False), (self.attention.out, not self.is_parallel)]
         if isinstance(self.attention, LatentAttention) and self.attention.q_b is not None:
             own.append((self.attention.q_b, False))
         if mlp is not None:
-            own += [(mlp.gate_up, False), (mlp.down, not isinstance(mlp, SharedExperts))]
+            own += [(mlp.gate_up, False), (mlp.down, not (self.is_parallel or isinstance(mlp, SharedExperts)))]
         if isinstance(self.mlp, ExpertMLP) and self.mlp.latent is not None:
             own += [(each, False) for each in self.mlp.latent]
         return own
@@ -252,6 +262,9 @@ class DecoderLayer:
     def post_attention(self, x: ResidualStream, attended: torch.Tensor | None) -> None:
         """The part after attention, `attended` being the output of `SelfAttention.forward`; None in a layer without.
         Needs no other token's hidden states."""
+        if self.is_parallel:
+            self._add_both(x, attended)
+            return
         if self.attention is not None:
             assert attended is not None, "the layer has attention"
             self.attention.add_output(x, attended)
@@ -261,6 +274,13 @@ class DecoderLayer:
             self.input.forward(x)
         if self.scale is not None:
             x.scale(self.scale)
+
+    def _add_both(self, x: ResidualStream, attended: torch.Tensor | None) -> None:
+        """`post_attention` of a parallel layer."""
+        assert self.mlp is not None and attended is not None, "the layer has both"
+        assert isinstance(self.attention, SelfAttention), "the attention has one product at its end"
+        out, (last, inner) = self.attention.out, self.mlp.last(x)
+        x.add_product(lambda y, into: out(y, into).add_(last(inner, None)), attended)
 
 
 def _attention(
@@ -299,7 +319,7 @@ def _mlp(config: DecoderConfig, index: int, activation: Activation, parameters: 
     if experts is not None:
         return _expert_mlp(experts, activation, parameters)
     return MLP(
-        parameters.get("mlp_norm"),
+        parameters.get("mlp_norm", parameters.get("input_norm")),
         parameters["gate_up"],
         parameters["down"],
         activation,
@@ -356,7 +376,7 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
         always, is_gated = len(whole.gate_up) - experts.count, shared.gate is not None
         (gate_up, down, router), shared = whole, None
     return ExpertMLP(
-        parameters.get("mlp_norm"),
+        parameters.get("mlp_norm", parameters.get("input_norm")),
         router,
         Experts(gate_up, down, experts.activation or activation, experts.own.start, biases, experts.count + always),
         experts.routing,

@@ -97,7 +97,7 @@ def _recurrent_shapes(config: DecoderConfig, recurrent: RecurrentConfig) -> dict
 
 def _mlp_norm_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     layer: dict[str, tuple[int, ...]] = {}
-    if config.pre_norms:
+    if config.pre_norms and config.parallel != "one norm":
         layer["mlp_norm"] = _norm_shape(config)
     if config.sandwich_norms:
         layer["mlp_out_norm"] = (config.hidden_size,)
@@ -105,8 +105,9 @@ def _mlp_norm_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _norm_shape(config: DecoderConfig) -> tuple[int, ...]:
-    """The shape of a norm of the hidden states: its weights, or weights and biases."""
-    return (2, config.hidden_size) if config.layer_norms else (config.hidden_size,)
+    """The shape of a norm of the hidden states: its weights, or rows of weights and biases."""
+    rows = 2 if config.norm_biases else 1
+    return (rows, config.hidden_size) if config.layer_norms else (config.hidden_size,)
 
 
 def _latent_shapes(config: DecoderConfig, latent: LatentHeads) -> dict[str, tuple[int, ...]]:

@@ -212,6 +212,8 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
         ("afmoe", {"n_group": 2}, "n_group 2"),
         ("hyperclovax", {"residual_multiplier": 0.5}, "residual_multiplier 0.5"),
         ("flex_olmo", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm True"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm True"),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_rms_norm True"),
         ("falcon_h1", {"projectors_bias": True}, "projectors_bias True"),
     ],
