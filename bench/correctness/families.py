@@ -317,6 +317,14 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             "exaone_moe",
             window | {"layer_types": SLIDING} | _experts(sizes) | {"num_shared_experts": 2, "first_k_dense_replace": 1},
         ),
+        "laguna_moe": (
+            "laguna",
+            window
+            | _experts(sizes)
+            | {"layer_types": SLIDING[:2], "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+            | {"num_attention_heads_per_layer": [sizes.heads + 2, sizes.heads], "moe_routed_scaling_factor": 1.8}
+            | {"shared_expert_intermediate_size": sizes.shared, "head_dim": sizes.wide_head},
+        ),
         "afmoe": (
             "afmoe",
             window
@@ -585,6 +593,11 @@ def _recurrent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             "lfm2",
             {"full_attn_idxs": [1], "conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": True}
             | {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.1, "block_multiple_of": 16},
+        ),
+        "lfm3": (
+            "lfm3",
+            {"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3}
+            | {"sliding_window": sizes.window},
         ),
         "lfm2_moe": (
             "lfm2_moe",

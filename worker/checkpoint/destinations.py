@@ -19,7 +19,7 @@ from worker.models.short_convolution import ShortConvolutionConfig
 _FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
 # And with one for gates and ups.
 _FUSED_GATE_UP = ("phi3", "glm", "glm4", "glm4v_text", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
-_OWN_GATES = ("afmoe",)  # with gates of heads apart from the queries
+_OWN_GATES = ("afmoe", "laguna", "lfm3")  # with gates of heads apart from the queries
 _MLPS = {"granitemoehybrid": "mlp.shared_experts"}  # names of MLPs of layers without experts
 _SANDWICH_NORMS = {
     "input_layernorm": "input_norm",
@@ -54,6 +54,7 @@ _NORMS = {  # of families that have other names
     "falcon_h1": _BAMBA_NORMS,
     "lfm2": _LFM2_NORMS,
     "lfm2_moe": _LFM2_NORMS,
+    "lfm3": _LFM2_NORMS | {"post_operator_norm": "attention_out_norm", "post_ffn_norm": "mlp_out_norm"},
 }
 _NORMS_BESIDE_MLP = {
     "mlp.gate.scale": "router_norm",
@@ -162,14 +163,16 @@ def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str,
     else:
         queries: tuple[TensorPiece, ...] = (TensorPiece(0, q, order),)
         first_gate = first_v + own.num_kv_heads * size
-        has_gates_in_queries = whole.output_gate and whole.model_type not in _OWN_GATES
+        has_gates_in_queries = whole.output_gate is not None and whole.model_type not in _OWN_GATES
         if has_gates_in_queries:  # the rows of each head's queries are followed by those of its gate
             parts = [(i * size, 2 * head * size) for i, head in enumerate(shard.heads)]
             queries = tuple(TensorPiece(to, range(row, row + size), order) for to, row in parts)
             queries += tuple(TensorPiece(first_gate + to, range(row + size, row + 2 * size)) for to, row in parts)
         products = [("self_attn.q_proj", (2 if has_gates_in_queries else 1) * q_rows, queries)]
-        if whole.output_gate and not has_gates_in_queries:
-            products.append(("self_attn.gate_proj", q_rows, (TensorPiece(first_gate, q),)))
+        if whole.output_gate is not None and not has_gates_in_queries:
+            is_per_head = whole.output_gate.is_per_head
+            rows, gates = (whole.num_heads, shard.heads) if is_per_head else (q_rows, q)
+            products.append(("self_attn.gate_proj", rows, (TensorPiece(first_gate, gates),)))
         keys, values = TensorPiece(first_k, kv, order), TensorPiece(first_v, kv)
         if whole.keys_are_values:
             products.append(("self_attn.k_proj", kv_rows, (keys, values)))

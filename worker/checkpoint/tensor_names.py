@@ -21,7 +21,7 @@ _EXPERT_NAMES = (
     (re.compile(r"\.shared_mlp\.output_linear\."), ".mlp.shared_experts.down_proj."),
     (re.compile(r"\.mlp\.gate\.wg\."), ".mlp.gate."),
     (re.compile(r"\.mlp\.shared_(expert|mlp)\."), ".mlp.shared_experts."),
-    (re.compile(r"\.mlp\.(e_score_correction_bias|expert_bias)$"), ".mlp.gate.e_score_correction_bias"),
+    (re.compile(r"\.mlp\.(?:experts\.)?(e_score_correction_bias|expert_bias)$"), ".mlp.gate.e_score_correction_bias"),
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
     (re.compile(r"\.mlp\.(c_fc|fc1)\."), ".mlp.up_proj."),
     (re.compile(r"\.mlp\.(c_proj|fc2)\."), ".mlp.down_proj."),
@@ -37,12 +37,13 @@ _MIXER_NAMES = (
     (re.compile(r"\.mixer\."), ".mamba."),
 )
 
-# Those of LFM2's attention and MLPs, of Phi's attention and of Hunyuan's norms, and those of most families.
+# Those of LFM2's attention and MLPs, of attention of Phi and Laguna, of Hunyuan's norms, and those of most families.
 _LAYER_NAMES = (
     (re.compile(r"\.mlp\.w1\."), ".mlp.gate_proj."),
     (re.compile(r"\.mlp\.w3\."), ".mlp.up_proj."),
     (re.compile(r"\.mlp\.w2\."), ".mlp.down_proj."),
     (re.compile(r"\.self_attn\.(out_proj|dense)\."), ".self_attn.o_proj."),
+    (re.compile(r"\.self_attn\.g_proj\."), ".self_attn.gate_proj."),
     (re.compile(r"\.self_attn\.([qk])(?:uery|ey)?_layernorm\."), r".self_attn.\1_norm."),
 )
 

@@ -21,6 +21,7 @@ from worker.models.families import ARCHITECTURES
 from worker.models.family_rules import HfConfig, RopeRules
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
+from worker.models.output_gate import OutputGate
 from worker.models.quantization import quantization
 from worker.models.query_temperature import QueryTemperature
 from worker.models.recurrent_layer import RecurrentConfig
@@ -58,7 +59,7 @@ class DecoderConfig:
     | `qk_norm_sizes` | for `all`: number of elements of the queries, and of the keys, of all ranks |
     | `latent` | heads of multi-head latent attention; then there is one KV head, of `latent.row` elements |
     | `q_lora_rank` | with latent attention: rank of the queries' matrix if it is a product of two, or None |
-    | `output_gate` | each head's output is multiplied by the sigmoid of a gate, which the query's product gives |
+    | `output_gate` | outputs of heads are multiplied by gates, which the query's product gives |
     | `experts` | of the layers that have experts in place of an MLP |
     | `recurrent` | of the layers that have recurrent states in place of attention, or alongside it |
     | `sublayers` | for each layer which one it has, where each has one: attention, or what is in its place, or an MLP or experts; None: both |
@@ -119,7 +120,7 @@ class DecoderConfig:
     logit_softcap: float | None = None
     latent: LatentHeads | None = None
     q_lora_rank: int | None = None
-    output_gate: bool = False
+    output_gate: OutputGate | None = None
     experts: ExpertsConfig | None = None
     recurrent: RecurrentConfig | None = None
     sublayers: tuple[Literal["attention", "mlp"], ...] | None = None
@@ -213,9 +214,9 @@ class DecoderConfig:
         """Outputs of the first product of a layer's attention: queries, keys, values and gates of heads if the model
         has any, or what queries, keys and values are made of."""
         if self.latent is None:
-            per_head = 2 if self.output_gate else 1
+            gates = 0 if self.output_gate is None else self.output_gate.size(self.num_heads, self.head_dim)
             kv_heads = 0 if self.kv_before else 2 * self.num_kv_heads
-            return (per_head * self.num_heads + kv_heads) * self.head_dim
+            return (self.num_heads + kv_heads) * self.head_dim + gates
         return (self.q_lora_rank or self.num_heads * self.latent.query) + self.latent.row
 
     @property
@@ -442,6 +443,8 @@ def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index:
     if said is None:  # a family that never rotates
         return Rope(head_dim, 1e4, rotated=0)
     parameters = dict(said.get(layer_type) or said)
+    if "rope_theta" not in parameters:  # kinds of layers have rotations of their own, and this one none
+        return Rope(head_dim, 1e4, rotated=0)
     kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
     if rules.thetas is not None:
         theta = rules.thetas[index]

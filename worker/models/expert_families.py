@@ -1,5 +1,6 @@
 """Rows of `worker.models.families`: mixtures of experts with attention over keys and values."""
 
+from dataclasses import replace
 from typing import Any
 
 from kernels.experts.choice import Routing
@@ -18,6 +19,8 @@ from worker.models.dense_families import (
 )
 from worker.models.experts import ExpertsConfig
 from worker.models.family_rules import HfConfig, RopeRules, expert_count, prediction_layers, refuse_other_than
+from worker.models.layer_sizes import LayerSizes
+from worker.models.output_gate import OutputGate
 from worker.models.query_temperature import QueryTemperature
 
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts")  # names of the number of shared experts
@@ -240,7 +243,7 @@ def afmoe(hf: HfConfig) -> dict[str, Any]:
     layers = tuple(index >= hf.num_dense_layers for index in range(hf.num_hidden_layers))
     return {
         "qk_norm": "head",
-        "output_gate": True,
+        "output_gate": OutputGate(),
         "float32_norms": True,
         "sandwich_norms": True,
         "embedding_scale": hf.hidden_size**0.5 if hf.mup_enabled else 1.0,
@@ -248,6 +251,26 @@ def afmoe(hf: HfConfig) -> dict[str, Any]:
         "experts": _ungrouped_sigmoid_experts(
             hf, hf.moe_intermediate_size, layers, hf.route_scale, hf.num_shared_experts or 0
         ),
+    }
+
+
+def laguna(hf: HfConfig) -> dict[str, Any]:
+    """Layers with a window may have another number of heads than the others."""
+    refuse_other_than(hf, attention_bias=False, moe_router_logit_softcapping=0.0)
+    if (gating := hf.gating) not in (True, "per-head", "per-element"):
+        raise ValueError(f"laguna models with gating {gating!r} are not supported")
+    heads = hf.num_attention_heads_per_layer
+    if len(set(zip(hf.layer_types, heads, strict=True))) > len(set(hf.layer_types)):
+        raise ValueError("laguna models whose layers of one kind have several numbers of heads are not supported")
+    own = [LayerSizes(count, hf.num_key_value_heads, hf.head_dim, hf.intermediate_size) for count in heads]
+    experts = _ungrouped_sigmoid_experts(hf, hf.moe_intermediate_size, sparse_layers(hf), hf.moe_routed_scaling_factor)
+    return {
+        "qk_norm": "head",
+        "output_gate": OutputGate(gating != "per-element", "softplus"),
+        "own_sizes": tuple(own) if len(set(heads)) > 1 else None,
+        "num_heads": min(heads),
+        "rope_rules": RopeRules(is_partial=True),
+        "experts": replace(experts, shared_size=hf.shared_expert_intermediate_size),
     }
 
 

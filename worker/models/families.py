@@ -70,6 +70,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "cohere2_moe": experts.cohere2_moe,
     "exaone_moe": experts.exaone_moe,
     "minimax_m2": experts.minimax_m2,
+    "laguna": experts.laguna,
     "hy_v3": experts.hy_v3,
     "afmoe": experts.afmoe,
     "ernie4_5_moe": experts.ernie_moe,
@@ -89,5 +90,6 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "falcon_h1": recurrent.falcon_h1,
     "nemotron_h": recurrent.nemotron_h,
     "lfm2": recurrent.lfm2,
+    "lfm3": recurrent.lfm3,
     "lfm2_moe": recurrent.lfm2_moe,
 }

@@ -5,7 +5,7 @@ What differs between steps (their size, whether attention is inside a CUDA graph
 layers in several orders.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -95,8 +95,10 @@ class SelfAttention:
                 out = context.attention.run(self.kv_layer, queries, *kv)
             else:
                 out = context.attention.attend(self.kv_layer, queries)
-        attended = out.flatten(1)
-        return attended * qkv[:, -self.attended_size :].sigmoid() if self.config.output_gate else attended
+        if (gate := self.config.output_gate) is not None:
+            gates = gate.size(self.config.num_heads, self.config.head_dim)
+            out = gate.apply(out, qkv[:, -gates:])
+        return out.flatten(1)
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
         """Adds the output product of `forward`'s result."""
@@ -150,9 +152,8 @@ class SelfAttention:
         if self.config.kv_before:
             q = qkv.unflatten(-1, (heads, self.config.head_dim))
             return (rotate(q if self.q_norm is None else rms_norm(q, self.q_norm, eps), cos, sin),)
-        qk, v, *_ = qkv.unflatten(-1, (-1, self.config.head_dim)).tensor_split(
-            (heads + kv_heads, heads + 2 * kv_heads), 1
-        )
+        size = (heads + 2 * kv_heads) * self.config.head_dim  # gates may follow
+        qk, v = qkv[:, :size].unflatten(-1, (-1, self.config.head_dim)).split((heads + kv_heads, kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((heads, kv_heads), dim=1)
             qk = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=1)
@@ -290,6 +291,8 @@ def _attention(
     states = None
     if recurrent is not None and recurrent.layers[index]:
         states = recurrent.layer(sum(recurrent.layers[:index]), parameters)
+        if config.sandwich_norms:
+            states = replace(states, out_norm=parameters["attention_out_norm"])
         if not recurrent.alongside_attention:
             return states
     if config.latent is not None:

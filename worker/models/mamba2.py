@@ -88,7 +88,8 @@ class Mamba2(RecurrentLayer):
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
         """Adds the output product of `forward`'s result, normalised if there is a norm."""
-        x.add(self.out, attended if self.gated_norm is None else self._normalised(x, attended, self.gated_norm))
+        own = attended if self.gated_norm is None else self._normalised(x, attended, self.gated_norm)
+        super().add_output(x, own)
 
     def _normalised(self, x: ResidualStream, attended: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """The norm is here, and not in `forward`, because a group's sum may be that of several ranks."""

@@ -88,6 +88,8 @@ def _recurrent_shapes(config: DecoderConfig, recurrent: RecurrentConfig) -> dict
     """Alongside attention, `qkv` has attention's rows before those of the states, and `out` has attention's columns
     before."""
     layer = recurrent.parameter_shapes(config.hidden_size)
+    if config.sandwich_norms:
+        layer["attention_out_norm"] = (config.hidden_size,)
     if not recurrent.alongside_attention:
         return layer
     (rows, hidden), (_, columns) = layer["qkv"], layer["out"]

@@ -12,6 +12,7 @@ from worker.models.experts import ExpertsConfig
 from worker.models.family_rules import HfConfig, RopeRules, expert_count, refuse_other_than
 from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.mamba2 import Mamba2Config
+from worker.models.output_gate import OutputGate
 from worker.models.short_convolution import ShortConvolutionConfig
 
 
@@ -30,7 +31,7 @@ def _delta_nets(hf: HfConfig, is_fused: bool) -> dict[str, Any]:
         "out_bias": hf.attention_bias,
         "qk_norm": "head",
         "gemma_norms": True,
-        "output_gate": True,
+        "output_gate": OutputGate(),
         "rope_rules": RopeRules(is_partial=True),
         "recurrent": DeltaNetConfig(states, layers, hf.rms_norm_eps, is_fused),
     }
@@ -168,6 +169,14 @@ def lfm2(hf: HfConfig) -> dict[str, Any]:
         if hf.block_ffn_dim_multiplier is not None:
             inner = -(-int(hf.block_ffn_dim_multiplier * inner) // hf.block_multiple_of) * hf.block_multiple_of
     return _short_convolutions(hf) | {"intermediate_size": inner}
+
+
+def lfm3(hf: HfConfig) -> dict[str, Any]:
+    refuse_other_than(hf, attention_bias=False)
+    return _short_convolutions(hf) | {
+        "sandwich_norms": hf.use_sandwich_norm,
+        "output_gate": OutputGate(is_per_head=True) if hf.use_attention_gate else None,
+    }
 
 
 def lfm2_moe(hf: HfConfig) -> dict[str, Any]:

@@ -73,13 +73,14 @@ class RecurrentConfig(ABC):
 class RecurrentLayer(ABC):
     """The part of a layer that reads and updates the recurrent states number `index` of those that the rank has. It
     stands in the place of `worker.models.layer.SelfAttention`. `qkv` gives all that a token puts in
-    (`RecurrentConfig.projected_sizes`)."""
+    (`RecurrentConfig.projected_sizes`). `out_norm`: of the outputs, before they are added."""
 
     config: RecurrentConfig
     index: int
     input_norm: torch.Tensor
     qkv: AnyLinear
     out: AnyLinear
+    out_norm: torch.Tensor | None = field(default=None, kw_only=True)
 
     @property
     def projected_size(self) -> int:
@@ -106,4 +107,4 @@ class RecurrentLayer(ABC):
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
         """Adds the output product of `forward`'s result."""
-        x.add(self.out, attended)
+        x.add(self.out, attended, self.out_norm)
