@@ -17,6 +17,7 @@ from worker.models.sharding import Shard
 from worker.models.short_convolution import ShortConvolutionConfig
 
 _FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
+_FUSED_BY_HEAD = ("gpt_neox",)  # and with one in which those of each head follow each other
 # And with one for gates and ups.
 _FUSED_GATE_UP = ("phi3", "glm", "glm4", "glm4v_text", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
 _OWN_GATES = ("afmoe", "laguna", "lfm3")  # with gates of heads apart from the queries
@@ -160,6 +161,18 @@ def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str,
         all_pieces = TensorPiece(0, q, order), TensorPiece(first_k, k, order), TensorPiece(first_v, v)
         rows = q_rows + 2 * kv_rows
         destinations["self_attn.qkv_proj.weight"] = Destination("qkv", (rows, hidden), 0, all_pieces)
+    elif whole.model_type in _FUSED_BY_HEAD:
+        all_pieces = tuple(
+            TensorPiece(first + place * size, range(row, row + size), own_order)
+            for place, head in enumerate(shard.heads)
+            for row, (first, own_order) in zip(
+                range(3 * head * size, 3 * (head + 1) * size, size),
+                ((0, order), (first_k, order), (first_v, None)),
+                strict=True,
+            )
+        )
+        destinations["self_attn.qkv_proj.weight"] = Destination("qkv", (3 * q_rows, hidden), 0, all_pieces)
+        destinations["self_attn.qkv_proj.bias"] = Destination("qkv_bias", (3 * q_rows,), 0, all_pieces)
     else:
         queries: tuple[TensorPiece, ...] = (TensorPiece(0, q, order),)
         first_gate = first_v + own.num_kv_heads * size

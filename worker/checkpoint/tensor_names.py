@@ -37,6 +37,18 @@ _MIXER_NAMES = (
     (re.compile(r"\.mixer\."), ".mamba."),
 )
 
+# GPT-NeoX's names.
+_NEOX_NAMES = (
+    (re.compile(r"^gpt_neox\."), "model."),
+    (re.compile(r"^embed_out\."), "lm_head."),
+    (re.compile(r"\bembed_in\."), "embed_tokens."),
+    (re.compile(r"\bfinal_layer_norm\."), "norm."),
+    (re.compile(r"\.attention\.query_key_value\."), ".self_attn.qkv_proj."),
+    (re.compile(r"\.attention\."), ".self_attn."),
+    (re.compile(r"\.dense_h_to_4h\."), ".up_proj."),
+    (re.compile(r"\.dense_4h_to_h\."), ".down_proj."),
+)
+
 # Those of LFM2's attention and MLPs, of attention of Phi and Laguna, of Hunyuan's norms, and those of most families.
 _LAYER_NAMES = (
     (re.compile(r"\.mlp\.w1\."), ".mlp.gate_proj."),
@@ -62,6 +74,9 @@ def full_name(name: str) -> str:
     if re.search(r"\.mixer\.|\bembeddings\.|\bnorm_f\.|^backbone\.", name):
         for pattern, new in _MIXER_NAMES:
             name = pattern.sub(new, name)
+    if re.search(r"^gpt_neox\.|^embed_out\.", name):
+        for pattern, new in _NEOX_NAMES:
+            name = pattern.sub(new, name)
     if re.search(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|experts|router)\.", name):
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)
@@ -73,14 +88,16 @@ def full_name(name: str) -> str:
 
 
 def is_ignored(name: str, config: DecoderConfig) -> bool:
-    """Whether a tensor is not needed: rotary frequencies, in old checkpoints; a second copy of tied embeddings; what a
-    model has for images, sounds and drafts; keys and values of layers that read others'."""
+    """Whether a tensor is not needed: rotary frequencies and masks, in old checkpoints; a second copy of tied
+    embeddings; what a model has for images, sounds and drafts; keys and values of layers that read others'."""
     if name.removeprefix("model.").startswith(_OF_MEDIA) or name.startswith("mtp."):
         return True
     of_kv = re.match(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.", name)
     if of_kv is not None and config.own_sizes is not None and int(of_kv[1]) < config.num_layers:
         return config.own_sizes[int(of_kv[1])].kv_before > 0
-    return bool(re.search(r"rotary_emb\.inv_freq$", name)) or (config.tied_embeddings and name == "lm_head.weight")
+    if re.search(r"\.rotary_emb\.inv_freq$|\.self_attn\.(masked_)?bias$", name):
+        return True
+    return config.tied_embeddings and name == "lm_head.weight"
 
 
 def is_elsewhere(name: str, shard: Shard) -> bool:

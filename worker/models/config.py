@@ -393,7 +393,7 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "intermediate_size": getattr(hf, "intermediate_size", None),
         "num_layers": hf.num_hidden_layers,
         "num_heads": hf.num_attention_heads,
-        "num_kv_heads": hf.num_key_value_heads or hf.num_attention_heads,
+        "num_kv_heads": getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
         "head_dim": head_dim,
         "norm_eps": getattr(hf, "rms_norm_eps", None),
         "activation": _activation(hf, own.get("gated_mlps", True)),

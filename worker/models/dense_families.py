@@ -198,6 +198,20 @@ def phi(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def gpt_neox(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "norm_eps": hf.layer_norm_eps,
+        "layer_norms": True,
+        "parallel": "two norms" if hf.use_parallel_residual else None,
+        "num_kv_heads": hf.num_attention_heads,
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "mlp_bias": True,
+        "gated_mlps": False,
+        "rope_rules": RopeRules(is_partial=True),
+    }
+
+
 def cohere(hf: HfConfig) -> dict[str, Any]:
     refuse_other_than(hf, use_qk_norm=False)
     return {
