@@ -16,7 +16,7 @@ from worker.models.recurrent_layer import RecurrentConfig
 from worker.models.sharding import Shard
 from worker.models.short_convolution import ShortConvolutionConfig
 
-_FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
+_FUSED_QKV = ("phi3", "gpt2")  # families with one tensor for queries, keys and values
 _FUSED_BY_HEAD = ("gpt_neox",)  # and with one in which those of each head follow each other
 # And with one for gates and ups.
 _FUSED_GATE_UP = ("phi3", "glm", "glm4", "glm4v_text", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
@@ -102,6 +102,7 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     destinations = {
         "model.embed_tokens.weight": _whole("embedding", vocabulary, shard.vocabulary),
         **_norm_destination("model.norm", "norm", shard.whole),
+        "model.embed_positions.weight": _whole("positions", (shard.whole.learned_positions, hidden)),
         "lm_head.weight": _whole("head", vocabulary, shard.vocabulary),
         "lm_head.bias": _whole("head_bias", vocabulary[:1], shard.vocabulary),
     }
@@ -156,23 +157,18 @@ def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str,
     first_k = own.num_heads * size
     first_v = first_k + own.num_kv_heads * size
     destinations = _outward("self_attn.o_proj", "out", shard, q_rows, q)
-    if whole.model_type in _FUSED_QKV:
+    if whole.model_type in (*_FUSED_QKV, *_FUSED_BY_HEAD):
         k, v = (range(kv.start + rows, kv.stop + rows) for rows in (q_rows, q_rows + kv_rows))
-        all_pieces = TensorPiece(0, q, order), TensorPiece(first_k, k, order), TensorPiece(first_v, v)
+        all_pieces = [TensorPiece(0, q, order), TensorPiece(first_k, k, order), TensorPiece(first_v, v)]
+        if whole.model_type in _FUSED_BY_HEAD:
+            all_pieces = [
+                TensorPiece(piece.first + i * size, range(row, row + size), piece.order)
+                for i, head in enumerate(shard.heads)
+                for row, piece in zip(range(3 * head * size, 3 * (head + 1) * size, size), all_pieces, strict=True)
+            ]
         rows = q_rows + 2 * kv_rows
-        destinations["self_attn.qkv_proj.weight"] = Destination("qkv", (rows, hidden), 0, all_pieces)
-    elif whole.model_type in _FUSED_BY_HEAD:
-        all_pieces = tuple(
-            TensorPiece(first + place * size, range(row, row + size), own_order)
-            for place, head in enumerate(shard.heads)
-            for row, (first, own_order) in zip(
-                range(3 * head * size, 3 * (head + 1) * size, size),
-                ((0, order), (first_k, order), (first_v, None)),
-                strict=True,
-            )
-        )
-        destinations["self_attn.qkv_proj.weight"] = Destination("qkv", (3 * q_rows, hidden), 0, all_pieces)
-        destinations["self_attn.qkv_proj.bias"] = Destination("qkv_bias", (3 * q_rows,), 0, all_pieces)
+        destinations["self_attn.qkv_proj.weight"] = Destination("qkv", (rows, hidden), 0, tuple(all_pieces))
+        destinations["self_attn.qkv_proj.bias"] = Destination("qkv_bias", (rows,), 0, tuple(all_pieces))
     else:
         queries: tuple[TensorPiece, ...] = (TensorPiece(0, q, order),)
         first_gate = first_v + own.num_kv_heads * size

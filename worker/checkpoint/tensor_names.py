@@ -37,7 +37,18 @@ _MIXER_NAMES = (
     (re.compile(r"\.mixer\."), ".mamba."),
 )
 
-# GPT-NeoX's names.
+# GPT-2's names, in files that begin with `transformer.` or do not, and GPT-NeoX's.
+_GPT2_NAMES = (
+    (re.compile(r"^(transformer\.)?wte\."), "model.embed_tokens."),
+    (re.compile(r"^(transformer\.)?wpe\."), "model.embed_positions."),
+    (re.compile(r"^(transformer\.)?ln_f\."), "model.norm."),
+    (re.compile(r"^(transformer\.)?h\."), "model.layers."),
+    (re.compile(r"\.ln_1\."), ".input_layernorm."),
+    (re.compile(r"\.ln_2\."), ".post_attention_layernorm."),
+    (re.compile(r"\.attn\.c_attn\."), ".self_attn.qkv_proj."),
+    (re.compile(r"\.attn\.c_proj\."), ".self_attn.o_proj."),
+    (re.compile(r"\.attn\."), ".self_attn."),
+)
 _NEOX_NAMES = (
     (re.compile(r"^gpt_neox\."), "model."),
     (re.compile(r"^embed_out\."), "lm_head."),
@@ -73,6 +84,9 @@ def full_name(name: str) -> str:
     name = re.sub(r"^language_model\.(?=model\.|lm_head\.)", "", name)
     if re.search(r"\.mixer\.|\bembeddings\.|\bnorm_f\.|^backbone\.", name):
         for pattern, new in _MIXER_NAMES:
+            name = pattern.sub(new, name)
+    if re.search(r"^(transformer\.)?(wte|wpe|ln_f|h)\.", name):
+        for pattern, new in _GPT2_NAMES:
             name = pattern.sub(new, name)
     if re.search(r"^gpt_neox\.|^embed_out\.", name):
         for pattern, new in _NEOX_NAMES:
@@ -113,6 +127,6 @@ def is_elsewhere(name: str, shard: Shard) -> bool:
         return index < shard.whole.num_layers + shard.whole.extra_layers and index not in shard.layers
     if name == "model.embed_tokens.weight":
         return not shard.config.has_embedding
-    if name.startswith(("model.embed_tokens_per_layer.", "model.per_layer_")):
+    if name.startswith(("model.embed_positions.", "model.embed_tokens_per_layer.", "model.per_layer_")):
         return not shard.config.is_first
     return name.startswith(("model.norm.", "lm_head.")) and not shard.config.is_last

@@ -63,6 +63,7 @@ class DecoderConfig:
     | `experts` | of the layers that have experts in place of an MLP |
     | `recurrent` | of the layers that have recurrent states in place of attention, or alongside it |
     | `sublayers` | for each layer which one it has, where each has one: attention, or what is in its place, or an MLP or experts; None: both |
+    | `learned_positions` | positions that have a row of an embedding, which is added to that of the tokens; 0: none has |
     | `layer_inputs` | inputs of each layer besides the hidden states |
     | `layer_scales` | the output of each layer is multiplied by a number |
     | `has_sinks` | attention has sinks (`kernels.attention.interface.AttentionShape`) |
@@ -124,6 +125,7 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     recurrent: RecurrentConfig | None = None
     sublayers: tuple[Literal["attention", "mlp"], ...] | None = None
+    learned_positions: int = 0
     layer_inputs: LayerInputsConfig | None = None
     layer_scales: bool = False
     weight_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -259,7 +261,14 @@ _WITH_TEXT_PART = (
 # Kinds of layers that see a part of the context, by the field that says how many tokens.
 _WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
-_ACTIVATION_NAMES = ("hidden_activation", "mlp_hidden_act", "hidden_act")
+_ACTIVATION_NAMES = ("hidden_activation", "mlp_hidden_act", "hidden_act", "activation_function")
+# Fields by GPT-2's names, and by those of most families.
+_GPT2_FIELDS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}
 # Activations of gates, and of MLPs without a gate.
 _GATED: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _PLAIN: dict[str, Literal["gelu", "gelu_tanh", "relu2"]] = {
@@ -374,6 +383,8 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
     this variant of it."""
     if not isinstance(hf, SimpleNamespace):
         hf = SimpleNamespace(**hf.to_dict())  # where layers differ, transformers refuses to say what holds for most
+    if hf.model_type == "gpt2":
+        hf = SimpleNamespace(**{_GPT2_FIELDS.get(name, name): value for name, value in vars(hf).items()})
     if not hasattr(hf, "num_hidden_layers") and hasattr(hf, "layers_block_type"):  # where the number follows from it
         hf = SimpleNamespace(**vars(hf), num_hidden_layers=len(hf.layers_block_type))
     if hf.model_type not in ARCHITECTURES:

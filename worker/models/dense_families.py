@@ -198,6 +198,21 @@ def phi(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def gpt2(hf: HfConfig) -> dict[str, Any]:
+    refuse_other_than(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    return {
+        "intermediate_size": hf.n_inner or 4 * hf.hidden_size,
+        "norm_eps": hf.layer_norm_epsilon,
+        "layer_norms": True,
+        "learned_positions": hf.max_position_embeddings,
+        "num_kv_heads": hf.num_attention_heads,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "gated_mlps": False,
+    }
+
+
 def gpt_neox(hf: HfConfig) -> dict[str, Any]:
     return {
         "norm_eps": hf.layer_norm_eps,

@@ -44,6 +44,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "exaone4": dense.exaone4,
     "phi": dense.phi,
     "phi3": dense.phi3,
+    "gpt2": dense.gpt2,
     "gpt_neox": dense.gpt_neox,
     "cohere": dense.cohere,
     "cohere2": dense.cohere2,

@@ -23,6 +23,8 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_embedding:
         shapes["embedding"] = (config.vocab_rows, config.hidden_size)
+    if config.is_first and config.learned_positions:
+        shapes["positions"] = (config.learned_positions, config.hidden_size)
     if config.is_first and (inputs := config.layer_inputs) is not None:
         size = inputs.size * inputs.layers
         shapes |= {
