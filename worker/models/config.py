@@ -255,7 +255,8 @@ class DecoderConfig:
 # Models whose text part is served by itself.
 _WITH_TEXT_PART = (
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "mistral3"),
-    *("gemma4_unified", "exaone4_5", "kimi_k25", "lfm2_vl", "glm4v", "glm46v", "glm4v_moe"),
+    *("gemma4_unified", "exaone4_5", "kimi_k25", "lfm2_vl", "lfm3_vl", "glm4v", "glm46v", "glm4v_moe"),
+    *("aya_vision", "cohere2_vision"),
 )
 
 # Kinds of layers that see a part of the context, by the field that says how many tokens.

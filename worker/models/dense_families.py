@@ -243,6 +243,14 @@ def cohere(hf: HfConfig) -> dict[str, Any]:
 
 
 def cohere2(hf: HfConfig) -> dict[str, Any]:
+    refuse_other_than(
+        hf,
+        position_embedding_type="rope_gptj",
+        rotary_pct=1.0,
+        use_gated_activation=True,
+        use_parallel_block=True,
+        order_of_interleaved_layers="local_attn_first",
+    )
     return cohere(hf) | {"rope_rules": replace(rotated_windows(hf), is_interleaved=True)}
 
 

@@ -39,8 +39,8 @@ def expert_count(hf: HfConfig) -> int:
 
 
 def refuse_other_than(hf: HfConfig, **computed: Any) -> None:
-    """Raises ValueError if one of these fields, which `transformers` does not read, says something else than what is
-    computed. A field that is missing or None says nothing."""
+    """Raises ValueError if one of these fields, some of which `transformers` does not read, says something else than
+    what is computed. A field that is missing or None says nothing."""
     for name, value in computed.items():
         if (said := getattr(hf, name, None)) is not None and said != value:
             raise ValueError(f"{hf.model_type} models with {name} {said!r} are not supported")

@@ -100,7 +100,9 @@ def bamba(hf: HfConfig) -> dict[str, Any]:
 def falcon_h1(hf: HfConfig) -> dict[str, Any]:
     """Each layer has attention and Mamba2 side by side. Factors of attention's inputs and keys are those of its scores
     and outputs; the others are those of weights."""
-    refuse_other_than(hf, mamba_rms_norm=False, attention_bias=False, mlp_bias=False, projectors_bias=False)
+    refuse_other_than(
+        hf, mamba_use_mlp=True, mamba_rms_norm=False, attention_bias=False, mlp_bias=False, projectors_bias=False
+    )
     states = _mamba2(hf, (True,) * hf.num_hidden_layers)
     assert states is not None, "all layers have Mamba2"
     gate, inputs, keys, queries, steps = (hf.ssm_in_multiplier * factor for factor in hf.ssm_multipliers)

@@ -215,6 +215,7 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm True"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm True"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block False"),
         ("laguna", {"gating": "other"}, "gating 'other'"),
         ("laguna", {"num_attention_heads_per_layer": [8, *[4] * 39]}, "whose layers of one kind .*"),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_rms_norm True"),
