@@ -243,7 +243,7 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
     """With windows or chunks, the models with experts among them too."""
     window = {"sliding_window": sizes.window}
     gemma = window | {"tie_word_embeddings": True, "query_pre_attn_scalar": sizes.query_scale}
-    swash = window | _granite(sizes) | {"tie_word_embeddings": True, "layer_rope_theta": [1e4, 0, 1e5, 1e5]}
+    swash = window | _granite(sizes) | {"layer_rope_theta": [1e4, 0, 1e5, 1e5]}
     gemma4 = window | {
         "tie_word_embeddings": True,
         "layer_types": SLIDING,
