@@ -110,7 +110,7 @@ def _numbers(weights: ExpertWeights, expert: int) -> tuple[torch.Tensor, torch.T
     first = mxfp4_weight.Mxfp4Weight(weights.gate_up[own], weights.gate_up_scales.factors[own])
     last = mxfp4_weight.Mxfp4Weight(weights.down[own], weights.down_scales.factors[own])
     return (
-        mxfp4_weight.multiplied_out(first, hidden, has_gates=True)[0],
+        mxfp4_weight.multiplied_out(first, hidden, has_gates=weights.is_gated)[0],
         mxfp4_weight.multiplied_out(last, size, has_gates=False)[0],
     )
 

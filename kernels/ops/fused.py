@@ -5,6 +5,8 @@ On an H200 `rotate_and_store` takes 3.1 us for 256 tokens and 61 us for 8,192.
 Imported only where there is a GPU (or Triton's interpreter). Arithmetic is in float32 whatever the tensors' dtypes.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from kernels.pdl import launch_dependents, wait_for_previous
 
 # Heads that one program of `rotate_and_store` computes. With 4 heads it takes twice as long for many tokens (H200).
 _HEADS_A_PROGRAM = 8
-# Columns that one program of `_gate` or `_activate` computes.
+# Columns that one program of `_gated` or `_plain` computes.
 _GATED_COLUMNS = 1024
 
 
@@ -42,22 +44,22 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 def silu_and_mul(gate_up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
     """`kernels.ops.activation.silu_and_mul` for contiguous `[n, 2 * size]`."""
-    return _gate(gate_up, added, False)
+    return _activate(_gated, gate_up, gate_up.shape[1] // 2, added, False)
 
 
 def gelu_tanh_and_mul(gate_up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
     """`kernels.ops.activation.gelu_tanh_and_mul` for contiguous `[n, 2 * size]`."""
-    return _gate(gate_up, added, True)
+    return _activate(_gated, gate_up, gate_up.shape[1] // 2, added, True)
 
 
 def relu2(up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
     """`kernels.ops.activation.relu2` for contiguous `[n, size]`."""
-    return _activate(up, added, False)
+    return _activate(_plain, up, up.shape[1], added, False)
 
 
 def gelu_tanh(up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
     """`kernels.ops.activation.gelu_tanh` for contiguous `[n, size]`."""
-    return _activate(up, added, True)
+    return _activate(_plain, up, up.shape[1], added, True)
 
 
 def rotate_and_store(
@@ -122,29 +124,13 @@ def rotate_and_store(
     return q
 
 
-def _gate(gate_up: torch.Tensor, added: torch.Tensor | None, gelu: bool) -> torch.Tensor:
-    n, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(n, size)
-    _gated[(triton.cdiv(size, _GATED_COLUMNS), n)](
-        gate_up,
-        gate_up if added is None else added,
-        out,
-        size,
-        added is not None,
-        gelu,
-        _GATED_COLUMNS,
-        num_warps=4,
-        **pdl.OPTIONS,
-    )
-    return out
-
-
-def _activate(up: torch.Tensor, added: torch.Tensor | None, gelu: bool) -> torch.Tensor:
-    n, size = up.shape
-    out = torch.empty_like(up)
-    _plain[(triton.cdiv(size, _GATED_COLUMNS), n)](
-        up,
-        up if added is None else added,
+def _activate(kernel: Any, x: torch.Tensor, size: int, added: torch.Tensor | None, gelu: bool) -> torch.Tensor:
+    """Runs `_gated` or `_plain`, which make `[n, size]` of x."""
+    n = len(x)
+    out = x.new_empty(n, size)
+    kernel[(triton.cdiv(size, _GATED_COLUMNS), n)](
+        x,
+        x if added is None else added,
         out,
         size,
         added is not None,

@@ -239,9 +239,9 @@ def _mlp_destinations(
     hidden, own_rows = hidden or shard.whole.hidden_size, -(-rows // shard.size) if own_rows is None else own_rows
     destinations = _outward(f"{name}.down_proj", down, shard, rows, kept, hidden)
     if not shard.whole.gated_mlps:
-        up, whole = f"{prefix}up", (TensorPiece(0, kept),)
-        destinations[f"{name}.up_proj.weight"] = Destination(up, (rows, hidden), 0, whole)
-        destinations[f"{name}.up_proj.bias"] = Destination(f"{up}_bias", (rows,), 0, whole)
+        whole = (TensorPiece(0, kept),)
+        destinations[f"{name}.up_proj.weight"] = Destination(gate_up, (rows, hidden), 0, whole)
+        destinations[f"{name}.up_proj.bias"] = Destination(f"{gate_up}_bias", (rows,), 0, whole)
         return destinations
     ups = range(kept.start + rows, kept.stop + rows)
     if shard.whole.model_type in _FUSED_GATE_UP:
@@ -288,18 +288,19 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     destinations["mlp.fc1_latent_proj.weight"] = _whole("latent_in", (width, hidden))
     destinations["mlp.fc2_latent_proj.weight"] = _whole("latent_out", (hidden, width))
     if stacked and own.held is not None:
-        return destinations | _whole_experts(experts, width, own.held)
+        return destinations | _whole_experts(experts, width, own.held, shard.whole.gated_mlps)
     if stacked:
-        if not shard.whole.gated_mlps:
-            shape, piece = (experts.count, rows, width), TensorPiece(0, kept)
-            destinations["mlp.experts.up_proj"] = Destination("experts_up", shape, 1, (piece,))
-        pieces = TensorPiece(0, kept), TensorPiece(own_rows, range(kept.start + rows, kept.stop + rows))
-        shape = experts.count, 2 * rows, width
-        destinations["mlp.experts.gate_up_proj"] = Destination("experts_gate_up", shape, 1, pieces)
+        first, parts = ("gate_up_proj", 2) if shard.whole.gated_mlps else ("up_proj", 1)
+        pieces = tuple(
+            TensorPiece(part * own_rows, range(kept.start + part * rows, kept.stop + part * rows))
+            for part in range(parts)
+        )
+        shape = experts.count, parts * rows, width
+        destinations[f"mlp.experts.{first}"] = Destination("experts_gate_up", shape, 1, pieces)
         shape = experts.count, width, rows
         destinations["mlp.experts.down_proj"] = Destination("experts_down", shape, 2, (TensorPiece(0, kept),))
-        biases = experts.count, 2 * rows
-        destinations["mlp.experts.gate_up_proj_bias"] = Destination("experts_gate_up_bias", biases, 1, pieces)
+        biases = experts.count, parts * rows
+        destinations[f"mlp.experts.{first}_bias"] = Destination("experts_gate_up_bias", biases, 1, pieces)
         once = (TensorPiece(0, range(hidden if shard.rank == 0 else 0)),)
         biases = experts.count, hidden
         destinations["mlp.experts.down_proj_bias"] = Destination("experts_down_bias", biases, 1, once)
@@ -310,19 +311,15 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     return destinations
 
 
-def _whole_experts(experts: ExpertsConfig, hidden: int, held: range) -> dict[str, Destination]:
+def _whole_experts(experts: ExpertsConfig, hidden: int, held: range, is_gated: bool) -> dict[str, Destination]:
     """Destinations of the tensors of all experts of a layer, of which this rank has those `held`, whole."""
     count, rows = experts.count, experts.intermediate_size
-    shapes = {
-        "gate_up_proj": (count, 2 * rows, hidden),
-        "up_proj": (count, rows, hidden),
-        "down_proj": (count, hidden, rows),
-        "gate_up_proj_bias": (count, 2 * rows),
-        "down_proj_bias": (count, hidden),
-    }
+    first, own_rows = ("gate_up_proj", 2 * rows) if is_gated else ("up_proj", rows)
     return {
-        f"mlp.experts.{name}": _whole(f"experts_{name.replace('_proj', '')}", shape, held)
-        for name, shape in shapes.items()
+        f"mlp.experts.{first}": _whole("experts_gate_up", (count, own_rows, hidden), held),
+        "mlp.experts.down_proj": _whole("experts_down", (count, hidden, rows), held),
+        f"mlp.experts.{first}_bias": _whole("experts_gate_up_bias", (count, own_rows), held),
+        "mlp.experts.down_proj_bias": _whole("experts_down_bias", (count, hidden), held),
     }
 
 

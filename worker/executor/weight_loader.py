@@ -34,8 +34,8 @@ Kept = Literal["numbers", "blocks", "fp8", "mxfp4"]
 """How a parameter is in memory: in floating point, or as its format has it."""
 
 _FLOAT32 = (".choice_bias", ".sinks", ".decay_log", ".decay_bias", ".step_bias", ".skip", ".expert_scales")
-_QUANTIZED = ("qkv", "q_b", "out", "gate_up", "up", "down")  # matrices of the layers: nearly all of a model's weights
-_EXPERTS = ("experts_gate_up", "experts_up", "experts_down")
+_QUANTIZED = ("qkv", "q_b", "out", "gate_up", "down")  # matrices of the layers: nearly all of a model's weights
+_EXPERTS = ("experts_gate_up", "experts_down")
 _EXPERT_DEVICES = ("cuda",)  # devices that multiply with experts in 4 and 8 bits
 _IN_BLOCKS = (*_QUANTIZED, "embedding", "head")
 

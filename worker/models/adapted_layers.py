@@ -11,11 +11,11 @@ from kernels.lora.lora_weights import ColumnPart, LoraWeights
 from kernels.lora.segments import Segments
 from worker.models.adapted_linear import AdaptedLinear
 from worker.models.decoder import Decoder
-from worker.models.layer import DecoderLayer, GatedMLP, PlainMLP, SelfAttention
+from worker.models.layer import MLP, DecoderLayer, SelfAttention
 from worker.models.parameters import parameter_shapes
 from worker.models.recurrent_layer import RecurrentLayer
 
-ADAPTED = ("qkv", "out", "gate_up", "up", "down")
+ADAPTED = ("qkv", "out", "gate_up", "down")
 """Linear layers that adapters may change, of attention over keys and values, of recurrent layers and of MLPs."""
 
 
@@ -73,8 +73,6 @@ class AdaptedLayers:
         attention, mlp = layer.attention, layer.mlp
         if isinstance(attention, SelfAttention | RecurrentLayer):
             attention = replace(attention, **linears(attention, "qkv", "out"))
-        if isinstance(mlp, GatedMLP):
+        if isinstance(mlp, MLP):
             mlp = replace(mlp, **linears(mlp, "gate_up", "down"))
-        elif isinstance(mlp, PlainMLP):
-            mlp = replace(mlp, **linears(mlp, "up", "down"))
         return replace(layer, attention=attention, mlp=mlp)

@@ -160,8 +160,9 @@ class SelfAttention:
 
 
 @dataclass(frozen=True)
-class GatedMLP:
-    """Gated MLP of a layer (https://arxiv.org/abs/2002.05202). Parameters are named as in `parameter_shapes`."""
+class MLP:
+    """MLP of a layer, gated (https://arxiv.org/abs/2002.05202) or not: the activation of one product, and another
+    product. Parameters are named as in `parameter_shapes`; without a gate, `gate_up` has ups alone."""
 
     norm: torch.Tensor | None
     gate_up: AnyLinear
@@ -171,24 +172,7 @@ class GatedMLP:
 
     def forward(self, x: ResidualStream) -> None:
         """Adds the MLP's output."""
-        gated = x.project_activated(self.norm, self.gate_up, self.activation)
-        x.add(self.down, gated, self.out_norm)
-
-
-@dataclass(frozen=True)
-class PlainMLP:
-    """MLP of a layer without a gate: the activation of one product, and another product. Parameters are named as in
-    `parameter_shapes`."""
-
-    norm: torch.Tensor | None
-    up: AnyLinear
-    down: AnyLinear
-    activation: Activation
-    out_norm: torch.Tensor | None = None
-
-    def forward(self, x: ResidualStream) -> None:
-        """Adds the MLP's output."""
-        activated = x.project_activated(self.norm, self.up, self.activation)
+        activated = x.project_activated(self.norm, self.gate_up, self.activation)
         x.add(self.down, activated, self.out_norm)
 
 
@@ -202,14 +186,14 @@ class DecoderLayer:
     """
 
     attention: SelfAttention | LatentAttention | RecurrentLayer | None
-    mlp: GatedMLP | PlainMLP | ExpertMLP | None
+    mlp: MLP | ExpertMLP | None
     input: LayerInput | None = None
     scale: torch.Tensor | None = None
 
     @classmethod
     def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
         """Layer `index` of the layers in `config`, from its parameters by the names of `parameter_shapes`. Those of
-        `qkv`, `out`, `gate_up`, `up` and `down` are linear layers."""
+        `qkv`, `out`, `gate_up` and `down` are linear layers."""
         attention = _attention(config, index, parameters) if config.has_attention(index) else None
         activation = (_GATED if config.gated_mlps else _PLAIN)[config.activation]
         mlp = _mlp(config, index, activation, parameters) if config.has_mlp(index) else None
@@ -229,8 +213,7 @@ class DecoderLayer:
         if isinstance(self.attention, LatentAttention) and self.attention.q_b is not None:
             own.append((self.attention.q_b, False))
         if mlp is not None:
-            first = mlp.up if isinstance(mlp, PlainMLP) else mlp.gate_up
-            own += [(first, False), (mlp.down, not isinstance(mlp, SharedExperts))]
+            own += [(mlp.gate_up, False), (mlp.down, not isinstance(mlp, SharedExperts))]
         if isinstance(self.mlp, ExpertMLP) and self.mlp.latent is not None:
             own += [(each, False) for each in self.mlp.latent]
         return own
@@ -284,16 +267,17 @@ def _attention(
     )
 
 
-def _mlp(
-    config: DecoderConfig, index: int, activation: Activation, parameters: dict[str, Any]
-) -> GatedMLP | PlainMLP | ExpertMLP:
+def _mlp(config: DecoderConfig, index: int, activation: Activation, parameters: dict[str, Any]) -> MLP | ExpertMLP:
     experts = config.experts_of(index)
     if experts is not None:
         return _expert_mlp(experts, activation, parameters)
-    norm, out_norm, down = parameters.get("mlp_norm"), parameters.get("mlp_out_norm"), parameters["down"]
-    if config.gated_mlps:
-        return GatedMLP(norm, parameters["gate_up"], down, activation, out_norm)
-    return PlainMLP(norm, parameters["up"], down, activation, out_norm)
+    return MLP(
+        parameters.get("mlp_norm"),
+        parameters["gate_up"],
+        parameters["down"],
+        activation,
+        parameters.get("mlp_out_norm"),
+    )
 
 
 def _head_norms(
@@ -314,10 +298,10 @@ def _head_norms(
 
 
 def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict[str, Any]) -> ExpertMLP:
-    shared, first = None, "gate_up" if activation in _GATED.values() else "up"
+    shared = None
     if experts.shared_size:
-        shared = SharedExperts(parameters[first], parameters["down"], activation, parameters.get("shared_gate"))
-    gate_up, down = parameters.pop(f"experts_{first}"), parameters.pop("experts_down")
+        shared = SharedExperts(parameters["gate_up"], parameters["down"], activation, parameters.get("shared_gate"))
+    gate_up, down = parameters.pop("experts_gate_up"), parameters.pop("experts_down")
     biases = None
     if experts.has_product_biases:
         biases = parameters["experts_gate_up_bias"], parameters["experts_down_bias"]

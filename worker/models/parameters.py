@@ -10,15 +10,15 @@ from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
 
 _LINEARS = (
-    *("qkv", "q_b", "out", "gate_up", "up", "down", "router", "latent_in", "latent_out"),
+    *("qkv", "q_b", "out", "gate_up", "down", "router", "latent_in", "latent_out"),
     *("layer_input_gate", "layer_input_out"),
 )
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the decoder's parameters, by name. Matrices are `[out, in]`. The rows of `qkv` and `gate_up` are
-    stacked in the order that the names say; gates of heads come after the values. Those of experts are `[experts, out,
-    in]`."""
+    stacked in the order that the names say; MLPs and experts without a gate have ups alone in `gate_up`. Gates of heads
+    come after the values. Those of experts are `[experts, out, in]`."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_embedding:
         shapes["embedding"] = (config.vocab_rows, config.hidden_size)
@@ -114,20 +114,19 @@ def _latent_shapes(config: DecoderConfig, latent: LatentHeads) -> dict[str, tupl
 
 def _mlp_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, size = config.hidden_size, config.intermediate_size
-    first, rows = ("gate_up", 2 * size) if config.gated_mlps else ("up", size)
-    layer: dict[str, tuple[int, ...]] = {first: (rows, hidden), "down": (hidden, size)}
+    rows = (2 if config.gated_mlps else 1) * size
+    layer: dict[str, tuple[int, ...]] = {"gate_up": (rows, hidden), "down": (hidden, size)}
     if config.mlp_bias:
-        layer |= {f"{first}_bias": (rows,), "down_bias": (hidden,)}
+        layer |= {"gate_up_bias": (rows,), "down_bias": (hidden,)}
     return layer
 
 
 def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, tuple[int, ...]]:
     hidden, size = config.hidden_size, experts.intermediate_size
-    first, rows = ("gate_up", 2) if config.gated_mlps else ("up", 1)
-    width = experts.latent_size or hidden
+    halves, width = 2 if config.gated_mlps else 1, experts.latent_size or hidden
     layer: dict[str, tuple[int, ...]] = {
         "router": (experts.count, hidden),
-        f"experts_{first}": (len(experts.own), rows * size, width),
+        "experts_gate_up": (len(experts.own), halves * size, width),
         "experts_down": (len(experts.own), width, size),
     }
     if experts.latent_size is not None:
@@ -137,9 +136,9 @@ def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, t
     if experts.has_product_biases:
         layer["router_bias"] = (experts.count,)
         own = len(experts.own)
-        layer |= {"experts_gate_up_bias": (own, 2 * size), "experts_down_bias": (own, hidden)}
+        layer |= {"experts_gate_up_bias": (own, halves * size), "experts_down_bias": (own, hidden)}
     if experts.shared_size:
-        layer |= {first: (rows * experts.shared_size, hidden), "down": (hidden, experts.shared_size)}
+        layer |= {"gate_up": (halves * experts.shared_size, hidden), "down": (hidden, experts.shared_size)}
     if experts.has_shared_gate:
         layer["shared_gate"] = (1, hidden)
     if experts.is_beside_mlp:

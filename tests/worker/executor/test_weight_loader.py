@@ -46,7 +46,7 @@ def padded(part: torch.Tensor, rows: int, dim: int = 0) -> torch.Tensor:
 def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
     """A rank's parameters, cut out of the whole model's."""
     config, own = shard.whole, shard.config
-    size = config.head_dim
+    size, parts_of_first = config.head_dim, 2 if config.gated_mlps else 1
 
     def rows(part: range, unit: int = 1) -> slice:
         return slice(part.start * unit, part.stop * unit)
@@ -58,8 +58,8 @@ def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Te
         return torch.cat([padded(q[rows(shard.heads, size)], own.num_heads * size), *parts])
 
     def gated(x: torch.Tensor) -> torch.Tensor:
-        kept, size = inner(x.shape[0] // 2)
-        return torch.cat([padded(half[rows(kept)], size) for half in x.chunk(2)])
+        kept, size = inner(x.shape[0] // parts_of_first)
+        return torch.cat([padded(part[rows(kept)], size) for part in x.chunk(parts_of_first)])
 
     def inner(size: int) -> tuple[range, int]:
         """The rank's part of an MLP's intermediate state, or of the shared experts'."""
@@ -70,8 +70,8 @@ def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Te
     def experts_gated(x: torch.Tensor) -> torch.Tensor:
         assert own.experts is not None
         rows_kept = rows(shard.expert_intermediate)
-        halves = [padded(half[:, rows_kept], own.experts.intermediate_size, 1) for half in x.chunk(2, 1)]
-        return torch.cat(halves, 1)
+        parts = [padded(part[:, rows_kept], own.experts.intermediate_size, 1) for part in x.chunk(parts_of_first, 1)]
+        return torch.cat(parts, 1)
 
     def experts_down(x: torch.Tensor) -> torch.Tensor:
         assert own.experts is not None
@@ -80,7 +80,6 @@ def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Te
     cut: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "qkv": stacked,
         "gate_up": gated,
-        "up": lambda x: padded(x[rows(shard.intermediate)], own.intermediate_size),
         "out": lambda x: padded(x[:, rows(shard.heads, size)], own.num_heads * size, 1),
         "down": lambda x: padded(x[:, rows(inner(x.shape[1])[0])], inner(x.shape[1])[1], 1),
         "embedding": lambda x: padded(x[rows(shard.vocabulary)], own.vocab_rows),
@@ -88,7 +87,6 @@ def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Te
     }
     cut |= {"experts_gate_up": experts_gated, "experts_down": experts_down}
     cut |= {"experts_gate_up_bias": experts_gated, "experts_down_bias": cut["out_bias"]}
-    cut["up_bias"] = cut["up"]
     cut["sinks"] = lambda x: padded(x[rows(shard.heads)], own.num_heads)
     cut |= {"qkv_bias": stacked, "gate_up_bias": gated, "head": cut["embedding"], "down_bias": cut["out_bias"]}
     return {name: cut.get(name.split(".")[-1], torch.clone)(x) for name, x in whole.items()}
@@ -275,7 +273,7 @@ def test_matrices_of_layers_are_rounded(name: str, size: int, tiny_model: Callab
         whole, got = load(tiny_model(name), rank, size), in_8_bits(tiny_model(name), rank, size)
         assert got.keys() == whole.keys()
         for parameter, value in got.items():
-            if parameter.rpartition(".")[2] in ("qkv", "out", "gate_up", "up", "down"):
+            if parameter.rpartition(".")[2] in ("qkv", "out", "gate_up", "down"):
                 assert isinstance(value, Fp8Weight)
                 assert all(map(torch.equal, value, quantize(whole[parameter])))
             else:

@@ -9,7 +9,7 @@ import torch
 from kernels.linear.linear import Linear
 from kernels.ops.activation import gelu_tanh_and_mul, relu2, silu_and_mul
 from kernels.ops.norm import rms_norm
-from worker.models.layer import DecoderLayer, GatedMLP, PlainMLP, SelfAttention
+from worker.models.layer import MLP, DecoderLayer, SelfAttention
 from worker.models.residual_stream import (
     EMBEDDING_TURN,
     Activation,
@@ -49,10 +49,9 @@ def layer(
     config: Any = None  # only attention itself reads it
     qkv, out = Linear(random(3 * HIDDEN, HIDDEN)), Linear(random(HIDDEN, HIDDEN), bias)
     first, down = Linear(random((1 if activation is relu2 else 2) * SIZE, HIDDEN)), Linear(random(HIDDEN, SIZE))
-    kind = PlainMLP if activation is relu2 else GatedMLP
     return DecoderLayer(
         SelfAttention(config, 0, 0, random(HIDDEN), qkv, out, out_norm=out_norm),
-        kind(random(HIDDEN), first, down, activation, out_norm),
+        MLP(random(HIDDEN), first, down, activation, out_norm),
     )
 
 
@@ -64,8 +63,7 @@ def written_out(own: DecoderLayer, x: torch.Tensor, attended: torch.Tensor, rank
 
     attention, mlp = own.attention, own.mlp
     x = x + normalised(attention.out(attended), attention.out_norm)
-    first = mlp.up if isinstance(mlp, PlainMLP) else mlp.gate_up
-    activated = mlp.activation(first(rms_norm(x, mlp.norm, EPS)))
+    activated = mlp.activation(mlp.gate_up(rms_norm(x, mlp.norm, EPS)))
     x = x + normalised(mlp.down(activated), mlp.out_norm)
     return x, attention.qkv(rms_norm(x, attention.input_norm, EPS))
 
