@@ -15,18 +15,18 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
-from kernels.experts.mxfp4_grouped import apart, precision
+from kernels.experts.mxfp4_grouped import precision
 from kernels.experts.mxfp4_numbers import numbers_of_group
-from kernels.experts.mxfp4_weight import CHUNK, GROUP, WORDS, chunks_of
+from kernels.experts.mxfp4_weight import CHUNK, GROUP, TURN, WORDS
 from kernels.experts.tiles import ExpertTiles
 from kernels.experts.weights import ExpertWeights
 from kernels.ops.fused import gated
 from kernels.pdl import launch_dependents, wait_for_previous
 
-DOWN_ROWS = 16
-"""Outputs of a program of `_down_token`, whatever its tile's `columns`: as many as tensor cores' products have."""
+ROWS = 2 * TURN
+"""Rows of a program's weight, whatever its tile's `columns`: as many as tensor cores' products have."""
 
-_GROUP, _CHUNK, _WORDS, _ROWS = (tl.constexpr(size) for size in (GROUP, CHUNK, WORDS, DOWN_ROWS))
+_GROUP, _CHUNK, _WORDS, _TURN, _ROWS = (tl.constexpr(size) for size in (GROUP, CHUNK, WORDS, TURN, ROWS))
 _SAME = tl.constexpr(8)  # columns of tensor cores' products at least
 
 
@@ -41,32 +41,30 @@ def gate_up(
     """The activated intermediate states, `[n * top_k, size]`. Those of experts that are elsewhere are not set."""
     count, hidden, size = weights.sizes
     assert weights.gate_up_scales is not None
-    tile = tiles.gate_up
+    warps = tiles.gate_up.warps
     inner = x.new_empty(chosen.numel(), size)
-    _gate_up_pair[(triton.cdiv(size, tile.columns), len(inner))](
-        x,
+    _gate_up_pair[(triton.cdiv(2 * size, ROWS), len(inner))](
+        _words(x),
         weights.gate_up,
         weights.gate_up_scales.factors,
         weights.gate_up if weights.gate_up_bias is None else weights.gate_up_bias,
         chosen,
-        x if norm is None else norm,
+        _words(x if norm is None else norm),
         inner,
-        hidden,
-        size,
-        chunks_of(hidden),
         chosen.shape[1],
         weights.first,
         count,
         eps,
+        hidden,
+        size,
         norm is not None,
         weights.is_gelu,
         *weights.clamp,
         weights.gate_up_bias is not None,
         precision(x.dtype),
-        2 * tile.columns,
+        warps,
         triton.next_power_of_2(hidden),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_warps=warps,
         **pdl.OPTIONS,
     )
     return inner
@@ -92,9 +90,8 @@ def down(
     tile = tiles.down
     if out is None:
         out = inner.new_empty(n, hidden)
-    chunks = chunks_of(size)
-    _down_token[(triton.cdiv(hidden, DOWN_ROWS), n)](
-        inner.view(torch.int32) if inner.dtype == torch.bfloat16 else inner,
+    _down_token[(triton.cdiv(hidden, ROWS), n)](
+        _words(inner),
         weights.down,
         weights.down_scales.factors,
         weights.down if weights.down_bias is None else weights.down_bias,
@@ -102,16 +99,14 @@ def down(
         shares,
         inner if residual is None else residual,
         out,
-        hidden,
-        size,
         weights.first,
         count,
+        hidden,
+        size,
         weights.down_bias is not None,
         residual is not None,
         precision(inner.dtype),
         top_k,
-        chunks,
-        triton.cdiv(chunks, tile.warps),
         tile.stages,
         tile.warps,
         num_warps=tile.warps,
@@ -129,20 +124,19 @@ def _gate_up_pair(
     chosen,
     norm,
     inner,
-    hidden,
-    size,
-    chunks,
     top_k,
     first,
     experts,
     eps,
+    HIDDEN: tl.constexpr,
+    SIZE: tl.constexpr,
     NORM: tl.constexpr,
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     wait_for_previous()
@@ -152,42 +146,33 @@ def _gate_up_pair(
     expert = tl.load(chosen + pair).to(tl.int64) - first
     if (expert < 0) | (expert >= experts):
         return
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.where(row < 2 * size, row, 0)
-    begin = expert * chunks * 2 * size
-    lines = weight + begin * _WORDS + row[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
-    factors = scales + begin + row
-    source = x + pair // top_k * hidden
-    at = tl.arange(0, _GROUP)
-    total = tl.zeros([ROWS, _SAME], dtype=tl.float32)
-    for chunk in range(chunks):
-        words = tl.load(lines)
-        scale = tl.load(factors)
+    chunks: tl.constexpr = tl.cdiv(HIDDEN, _CHUNK)
+    pieces: tl.constexpr = tl.cdiv(chunks, WARPS)
+    warp = tl.arange(0, WARPS)
+    parts = _read(weight, scales, expert, warp, tl.program_id(0) * _ROWS, 2 * SIZE, HIDDEN)
+    source = pair // top_k * HIDDEN
+    total = tl.zeros([WARPS, _ROWS, _SAME], dtype=tl.float32)
+    for piece in tl.static_range(pieces):
+        words, scale = parts[piece]  # type: ignore[misc]
         for group in tl.static_range(_CHUNK // _GROUP):
-            place = chunk * _CHUNK + group * _GROUP + at
-            inside = chunk * _CHUNK + group * _GROUP < hidden
-            value = tl.load(source + place, mask=inside, other=0.0)
+            value = _states(x, source, warp, piece, group, HIDDEN)
             if NORM:
-                value *= tl.load(norm + place, mask=inside, other=0.0)
-            a = numbers_of_group(words, scale[:, None], group).reshape(ROWS, _GROUP).to(value.dtype)
-            b = tl.broadcast_to(value[:, None], [_GROUP, _SAME])
+                value *= _states(norm, 0, warp, piece, group, HIDDEN)
+            a = numbers_of_group(words, scale, group).reshape(WARPS, _ROWS, _GROUP).to(value.dtype)
+            b = tl.broadcast_to(value[:, :, None], [WARPS, _GROUP, _SAME])
             total = tl.dot(a, b, total, input_precision=PRECISION)
-        lines += 2 * size * _WORDS
-        factors += 2 * size
+    sums = tl.max(tl.sum(total, 0), 1)  # of columns that are the same
     if NORM:
-        whole = tl.arange(0, BLOCK)
-        state = tl.load(source + whole, mask=whole < hidden, other=0.0).to(tl.float32)
-        total *= tl.math.rsqrt(tl.sum(state * state) / hidden + eps)
-    gate, up = apart(total, ROWS, _SAME)
-    opened, lifted = tl.max(gate, 1), tl.max(up, 1)  # of columns that are the same
-    column = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-    is_column = column < size
+        sums *= tl.math.rsqrt(_mean_square(x, source, HIDDEN, BLOCK) + eps)
+    opened, lifted = tl.split(tl.trans(sums.reshape(2, _TURN)))
+    column = tl.program_id(0) * _TURN + tl.arange(0, _TURN)
+    is_column = column < SIZE
     if BIAS:
-        own = bias + expert * 2 * size + column
+        own = bias + expert * 2 * SIZE + column
         opened += tl.load(own, mask=is_column, other=0.0).to(tl.float32)
-        lifted += tl.load(own + size, mask=is_column, other=0.0).to(tl.float32)
+        lifted += tl.load(own + SIZE, mask=is_column, other=0.0).to(tl.float32)
     result = gated(opened, lifted, GELU, LIMIT, ALPHA)
-    tl.store(inner + pair * size + column, result.to(inner.dtype.element_ty), mask=is_column)
+    tl.store(inner + pair * SIZE + column, result.to(inner.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
@@ -200,83 +185,102 @@ def _down_token(
     shares,
     residual,
     out,
-    hidden,
-    size,
     first,
     experts,
+    HIDDEN: tl.constexpr,
+    SIZE: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr,
     TOP_K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PIECES: tl.constexpr,
     AHEAD: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     launch_dependents()
     token = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0) * _ROWS
+    row = begin + tl.arange(0, _ROWS)
     warp = tl.arange(0, WARPS)
+    pieces: tl.constexpr = tl.cdiv(tl.cdiv(SIZE, _CHUNK), WARPS)
     ahead = ()
-    for number in tl.static_range(AHEAD):
-        expert = _expert(chosen, token, number, first, TOP_K)
-        parts = _read(weight, scales, expert, warp, begin, hidden, experts, CHUNKS, PIECES)
-        ahead += (parts,)  # type: ignore[assignment]
+    for number in tl.static_range(min(AHEAD, TOP_K)):
+        expert, _ = _expert(chosen, token * TOP_K + number, first, experts)
+        ahead += (_read(weight, scales, expert, warp, begin, HIDDEN, SIZE),)  # type: ignore[assignment]
     wait_for_previous()
     total = tl.zeros([WARPS, _ROWS, _SAME], dtype=tl.float32)
-    for number in tl.range(TOP_K, num_stages=1):
-        expert = _expert(chosen, token, number + AHEAD, first, TOP_K)
-        later = _read(weight, scales, expert, warp, begin, hidden, experts, CHUNKS, PIECES)
-        expert = _expert(chosen, token, number, first, TOP_K)
-        is_here = (expert >= 0) & (expert < experts)
+    for number in tl.static_range(TOP_K):
         pair = token * TOP_K + number
+        if number + AHEAD < TOP_K:
+            expert, _ = _expert(chosen, pair + AHEAD, first, experts)
+            ahead += (_read(weight, scales, expert, warp, begin, HIDDEN, SIZE),)  # type: ignore[assignment]
         product = tl.zeros([WARPS, _ROWS, _SAME], dtype=tl.float32)
-        for piece in tl.static_range(PIECES):
-            words, scale = ahead[0][piece]  # type: ignore[misc]
+        for piece in tl.static_range(pieces):
+            words, scale = ahead[number][piece]  # type: ignore[misc]
             for group in tl.static_range(_CHUNK // _GROUP):
-                column = (piece * WARPS + warp) * _CHUNK + group * _GROUP
-                value = _states(inner, pair * size, column, (column < size) & is_here)
+                value = _states(inner, pair * SIZE, warp, piece, group, SIZE)
                 a = numbers_of_group(words, scale, group).reshape(WARPS, _ROWS, _GROUP).to(value.dtype)
                 b = tl.broadcast_to(value[:, :, None], [WARPS, _GROUP, _SAME])
                 product = tl.dot(a, b, product, input_precision=PRECISION)
-        total += product * tl.load(shares + pair, mask=is_here, other=0.0)
-        ahead = ahead[1:] + (later,)  # type: ignore[assignment]  # noqa: RUF005
+        expert, is_here = _expert(chosen, pair, first, experts)
+        share = tl.load(shares + pair)
+        # The states of an expert that is elsewhere are not set.
+        total += tl.where(is_here, product * share, 0.0)
     result = tl.max(tl.sum(total, 0), 1)  # of columns that are the same
-    row = begin + tl.arange(0, _ROWS)
-    is_row = row < hidden
+    is_row = row < HIDDEN
     if BIAS:
-        for number in range(TOP_K):
-            expert = _expert(chosen, token, number, first, TOP_K)
-            is_here = (expert >= 0) & (expert < experts)
+        for number in tl.static_range(TOP_K):
+            expert, is_here = _expert(chosen, token * TOP_K + number, first, experts)
             share = tl.load(shares + token * TOP_K + number, mask=is_here, other=0.0)
-            biases = tl.load(bias + expert * hidden + row, mask=is_row & is_here, other=0.0)
+            biases = tl.load(bias + expert * HIDDEN + row, mask=is_row, other=0.0)
             result += share * biases.to(tl.float32)
     if RESIDUAL:
-        result += tl.load(residual + token * hidden + row, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out + token * hidden + row, result.to(out.dtype.element_ty), mask=is_row)
+        result += tl.load(residual + token * HIDDEN + row, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(out + token * HIDDEN + row, result.to(out.dtype.element_ty), mask=is_row)
+
+
+def _words(states: torch.Tensor) -> torch.Tensor:
+    """States of 16 bits as words of two, as `_states` reads them."""
+    return states.view(torch.int32) if states.dtype == torch.bfloat16 else states
 
 
 @triton.jit
-def _expert(chosen, token, number, first, TOP_K: tl.constexpr):
-    """A token's expert, counted from `first`; -1 beyond the last."""
-    # Not from the cache of the multiprocessor, which may hold an older choice: see `kernels.pdl`.
-    place = chosen + token * TOP_K + number
-    return tl.load(place, mask=number < TOP_K, other=first - 1, cache_modifier=".cg").to(tl.int64) - first
-
-
-@triton.jit
-def _states(inner, first, column, mask):
-    """States from some columns on, `[columns, _GROUP]`, in the order of `_in_order`. States of 16 bits are given as
-    words too."""
-    if inner.dtype.element_ty == tl.int32:
-        at = first // 2 + column[:, None] // 2 + tl.arange(0, _WORDS)[None, :]
-        pairs = _in_order(tl.load(inner + at, mask=mask[:, None], other=0))
-        states = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+def _mean_square(x, first, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """The mean of the squares of a token's states, of which those of 16 bits are given as words."""
+    at = tl.arange(0, BLOCK)
+    if x.dtype.element_ty == tl.int32:
+        pairs = tl.load(x + first // 2 + at, mask=at < HIDDEN // 2, other=0)
+        lower = (pairs << 16).to(tl.float32, bitcast=True)
+        upper = (pairs & -0x10000).to(tl.float32, bitcast=True)
+        total = tl.sum(lower * lower + upper * upper)
     else:
-        at = first + column[:, None] + tl.arange(0, _GROUP)[None, :]
-        states = tl.load(inner + at, mask=mask[:, None], other=0.0)
-        states = states.reshape(column.shape[0], 4, 2, 2, 2).permute(0, 2, 1, 3, 4)
-    return states.reshape(column.shape[0], _GROUP)
+        state = tl.load(x + first + at, mask=at < HIDDEN, other=0.0).to(tl.float32)
+        total = tl.sum(state * state)
+    return total / HIDDEN
+
+
+@triton.jit
+def _expert(chosen, pair, first, experts):
+    """A pair's expert, counted from `first`, or any other if it is elsewhere; and whether it is here."""
+    # Not from the cache of the multiprocessor, which may hold an older choice: see `kernels.pdl`.
+    expert = tl.load(chosen + pair, cache_modifier=".cg").to(tl.int64) - first
+    is_here = (expert >= 0) & (expert < experts)
+    return tl.where(is_here, expert, 0), is_here
+
+
+@triton.jit
+def _states(states, first, warp, piece: tl.constexpr, group: tl.constexpr, SIZE: tl.constexpr):
+    """A group's states of a piece of a chunk for each warp, `[chunks, _GROUP]`, in the order of `_in_order`; any states
+    beyond the last one, where weights are zeros. States of 16 bits are given as words."""
+    column = (piece * warp.shape[0] + warp) * _CHUNK + group * _GROUP
+    if (piece + 1) * warp.shape[0] * _CHUNK > SIZE:
+        column = tl.where(column < SIZE, column, 0)
+    if states.dtype.element_ty == tl.int32:
+        pairs = _in_order(tl.load(states + first // 2 + column[:, None] // 2 + tl.arange(0, _WORDS)[None, :]))
+        own = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+    else:
+        own = tl.load(states + first + column[:, None] + tl.arange(0, _GROUP)[None, :])
+        own = own.reshape(warp.shape[0], 4, 2, 2, 2).permute(0, 2, 1, 3, 4)
+    return own.reshape(warp.shape[0], _GROUP)
 
 
 @triton.jit
@@ -286,30 +290,39 @@ def _in_order(words):
 
 
 @triton.jit
-def _read(weight, scales, expert, warp, begin, hidden, experts, CHUNKS: tl.constexpr, PIECES: tl.constexpr):
-    """An expert's weight for 16 rows, in pieces of a chunk for each warp: the words, `[chunks, 16, _WORDS]`, in the
-    order of `_in_order`, and their scales, `[chunks, 16, 1]`. Zeros if the expert is elsewhere."""
-    is_here = (expert >= 0) & (expert < experts)
-    row = tl.arange(0, _ROWS)
+def _read(weight, scales, expert, warp, begin, OUT: tl.constexpr, IN: tl.constexpr):
+    """An expert's weight for 16 of its OUT rows of IN columns, in pieces of a chunk for each warp: the words, `[chunks,
+    16, _WORDS]`, in the order of `_in_order`, and their scales, `[chunks, 16, 1]`. Zeros beyond the last chunk, and any
+    rows beyond the last row."""
+    chunks: tl.constexpr = tl.cdiv(IN, _CHUNK)
+    row = tl.arange(0, 8)
+    # A thread multiplies rows that are 8 apart, and reads both.
+    upper, lower = begin + row, begin + 8 + row
+    if tl.cdiv(OUT, _ROWS) * _ROWS > OUT:
+        upper, lower = tl.where(upper < OUT, upper, 0), tl.where(lower < OUT, lower, 0)
     parts = ()
-    for piece in tl.static_range(PIECES):
+    for piece in tl.static_range(tl.cdiv(chunks, warp.shape[0])):
         chunk = piece * warp.shape[0] + warp
-        inside = (chunk < CHUNKS) & is_here
-        line = (expert * CHUNKS + chunk) * hidden + begin
-        # A thread multiplies rows that are 8 apart, and reads both.
-        upper = _read_rows(weight, line, inside, begin, hidden)
-        lower = _read_rows(weight, line + 8, inside, begin + 8, hidden)
-        words = tl.join(upper, lower).permute(0, 3, 1, 2).reshape(_ROWS * chunk.shape[0], _WORDS)
+        line = (expert * chunks + chunk) * OUT
+        is_chunk = chunk < chunks if (piece + 1) * warp.shape[0] > chunks else None
+        first, first_scales = _read_rows(weight, scales, line, upper, is_chunk)
+        last, last_scales = _read_rows(weight, scales, line, lower, is_chunk)
+        words = tl.join(first, last).permute(0, 3, 1, 2).reshape(_ROWS * chunk.shape[0], _WORDS)
         words = _in_order(words).reshape(chunk.shape[0], _ROWS, _WORDS)
-        mask = inside[:, None] & (begin + row < hidden)[None, :]
-        scale = tl.load(scales + line[:, None] + row[None, :], mask=mask, other=0, eviction_policy="evict_first")
+        scale = tl.join(first_scales, last_scales).permute(0, 2, 1).reshape(chunk.shape[0], _ROWS)
         parts += ((words, scale[:, :, None]),)  # type: ignore[assignment]
     return parts
 
 
 @triton.jit
-def _read_rows(weight, line, inside, begin, hidden):
-    row = tl.arange(0, 8)
-    at = (line[:, None] + row[None, :])[:, :, None] * _WORDS + tl.arange(0, _WORDS)[None, None, :]
-    mask = inside[:, None] & (begin + row < hidden)[None, :]
-    return tl.load(weight + at, mask=mask[:, :, None], other=0, eviction_policy="evict_first")
+def _read_rows(weight, scales, line, row, is_chunk):
+    """Words and scales of rows, whose chunks begin at `line`. is_chunk: None if all are there."""
+    at = line[:, None] + row[None, :]
+    places = at[:, :, None] * _WORDS + tl.arange(0, _WORDS)[None, None, :]
+    if is_chunk is None:
+        words = tl.load(weight + places, eviction_policy="evict_first")
+        own = tl.load(scales + at, eviction_policy="evict_first")
+    else:
+        words = tl.load(weight + places, mask=is_chunk[:, None, None], other=0, eviction_policy="evict_first")
+        own = tl.load(scales + at, mask=is_chunk[:, None], other=0, eviction_policy="evict_first")
+    return words, own
