@@ -17,7 +17,7 @@ import triton.language as tl
 from kernels import pdl
 from kernels.experts.mxfp4_grouped import precision
 from kernels.experts.mxfp4_numbers import numbers_of_group
-from kernels.experts.mxfp4_weight import CHUNK, GROUP, TURN, WORDS
+from kernels.experts.mxfp4_weight import CHUNK, GROUP, TURN, WORDS, chunks_of
 from kernels.experts.tiles import ExpertTiles
 from kernels.experts.weights import ExpertWeights
 from kernels.ops.fused import gated
@@ -41,9 +41,9 @@ def gate_up(
     """The activated intermediate states, `[n * top_k, size]`. Those of experts that are elsewhere are not set."""
     count, hidden, size = weights.sizes
     assert weights.gate_up_scales is not None
-    warps = tiles.gate_up.warps
+    tile, chunks = tiles.gate_up, chunks_of(hidden)
     inner = x.new_empty(chosen.numel(), size)
-    _gate_up_pair[(triton.cdiv(2 * size, ROWS), len(inner))](
+    _gate_up_pair[(triton.cdiv(size, tile.columns), len(inner))](
         _words(x),
         weights.gate_up,
         weights.gate_up_scales.factors,
@@ -62,9 +62,13 @@ def gate_up(
         *weights.clamp,
         weights.gate_up_bias is not None,
         precision(x.dtype),
-        warps,
+        chunks,
+        triton.cdiv(chunks, tile.warps),
+        tile.stages,
+        tile.columns // TURN,
+        tile.warps,
         triton.next_power_of_2(hidden),
-        num_warps=warps,
+        num_warps=tile.warps,
         **pdl.OPTIONS,
     )
     return inner
@@ -87,9 +91,10 @@ def down(
     count, hidden, size = weights.sizes
     n, top_k = chosen.shape
     assert weights.down_scales is not None
-    tile = tiles.down
+    tile, chunks = tiles.down, chunks_of(size)
     if out is None:
         out = inner.new_empty(n, hidden)
+    pieces = triton.cdiv(chunks, tile.warps)
     _down_token[(triton.cdiv(hidden, ROWS), n)](
         _words(inner),
         weights.down,
@@ -107,7 +112,9 @@ def down(
         residual is not None,
         precision(inner.dtype),
         top_k,
-        tile.stages,
+        chunks,
+        pieces,
+        min(tile.stages, top_k * pieces),
         tile.warps,
         num_warps=tile.warps,
         **pdl.OPTIONS,
@@ -136,6 +143,10 @@ def _gate_up_pair(
     ALPHA: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PIECES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TURNS: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -146,33 +157,34 @@ def _gate_up_pair(
     expert = tl.load(chosen + pair).to(tl.int64) - first
     if (expert < 0) | (expert >= experts):
         return
-    chunks: tl.constexpr = tl.cdiv(HIDDEN, _CHUNK)
-    pieces: tl.constexpr = tl.cdiv(chunks, WARPS)
+    begin = tl.program_id(0) * TURNS * _ROWS
     warp = tl.arange(0, WARPS)
-    parts = _read(weight, scales, expert, warp, tl.program_id(0) * _ROWS, 2 * SIZE, HIDDEN)
+    ahead = ()
+    for piece in tl.static_range(AHEAD):
+        ahead += (_read(weight, scales, expert, piece * WARPS + warp, begin, TURNS, 2 * SIZE, CHUNKS),)  # type: ignore[assignment]
     source = pair // top_k * HIDDEN
-    total = tl.zeros([WARPS, _ROWS, _SAME], dtype=tl.float32)
-    for piece in tl.static_range(pieces):
-        words, scale = parts[piece]  # type: ignore[misc]
+    totals = _zeros(TURNS, WARPS)
+    for piece in tl.range(PIECES, num_stages=1):
+        later = _read(weight, scales, expert, (piece + AHEAD) * WARPS + warp, begin, TURNS, 2 * SIZE, CHUNKS)
         for group in tl.static_range(_CHUNK // _GROUP):
-            value = _states(x, source, warp, piece, group, HIDDEN)
+            column = (piece * WARPS + warp) * _CHUNK + group * _GROUP
+            value = _states(x, source, column, HIDDEN)
             if NORM:
-                value *= _states(norm, 0, warp, piece, group, HIDDEN)
-            a = numbers_of_group(words, scale, group).reshape(WARPS, _ROWS, _GROUP).to(value.dtype)
-            b = tl.broadcast_to(value[:, :, None], [WARPS, _GROUP, _SAME])
-            total = tl.dot(a, b, total, input_precision=PRECISION)
-    sums = tl.max(tl.sum(total, 0), 1)  # of columns that are the same
-    if NORM:
-        sums *= tl.math.rsqrt(_mean_square(x, source, HIDDEN, BLOCK) + eps)
-    opened, lifted = tl.split(tl.trans(sums.reshape(2, _TURN)))
-    column = tl.program_id(0) * _TURN + tl.arange(0, _TURN)
-    is_column = column < SIZE
-    if BIAS:
-        own = bias + expert * 2 * SIZE + column
-        opened += tl.load(own, mask=is_column, other=0.0).to(tl.float32)
-        lifted += tl.load(own + SIZE, mask=is_column, other=0.0).to(tl.float32)
-    result = gated(opened, lifted, GELU, LIMIT, ALPHA)
-    tl.store(inner + pair * SIZE + column, result.to(inner.dtype.element_ty), mask=is_column)
+                value *= _states(norm, 0, column, HIDDEN)
+            totals = _multiplied(ahead[0], group, value, totals, TURNS, PRECISION)  # type: ignore[misc]
+        ahead = ahead[1:] + (later,)  # type: ignore[assignment]  # noqa: RUF005
+    factor = tl.math.rsqrt(_mean_square(x, source, HIDDEN, BLOCK) + eps) if NORM else 1.0
+    for turn in tl.static_range(TURNS):
+        sums = tl.max(tl.sum(totals[turn], 0), 1) * factor  # of columns that are the same
+        opened, lifted = tl.split(tl.trans(sums.reshape(2, _TURN)))
+        column = (tl.program_id(0) * TURNS + turn) * _TURN + tl.arange(0, _TURN)
+        is_column = column < SIZE
+        if BIAS:
+            own = bias + expert * 2 * SIZE + column
+            opened += tl.load(own, mask=is_column, other=0.0).to(tl.float32)
+            lifted += tl.load(own + SIZE, mask=is_column, other=0.0).to(tl.float32)
+        result = gated(opened, lifted, GELU, LIMIT, ALPHA)
+        tl.store(inner + pair * SIZE + column, result.to(inner.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
@@ -193,39 +205,38 @@ def _down_token(
     RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr,
     TOP_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PIECES: tl.constexpr,
     AHEAD: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     launch_dependents()
     token = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0) * _ROWS
-    row = begin + tl.arange(0, _ROWS)
     warp = tl.arange(0, WARPS)
-    pieces: tl.constexpr = tl.cdiv(tl.cdiv(SIZE, _CHUNK), WARPS)
     ahead = ()
-    for number in tl.static_range(min(AHEAD, TOP_K)):
-        expert, _ = _expert(chosen, token * TOP_K + number, first, experts)
-        ahead += (_read(weight, scales, expert, warp, begin, HIDDEN, SIZE),)  # type: ignore[assignment]
+    for number in tl.static_range(AHEAD):
+        expert, _ = _expert(chosen, token * TOP_K + number // PIECES, first, experts)
+        chunk = number % PIECES * WARPS + warp
+        ahead += (_read(weight, scales, expert, chunk, begin, 1, HIDDEN, CHUNKS),)  # type: ignore[assignment]
     wait_for_previous()
     total = tl.zeros([WARPS, _ROWS, _SAME], dtype=tl.float32)
-    for number in tl.static_range(TOP_K):
-        pair = token * TOP_K + number
-        if number + AHEAD < TOP_K:
-            expert, _ = _expert(chosen, pair + AHEAD, first, experts)
-            ahead += (_read(weight, scales, expert, warp, begin, HIDDEN, SIZE),)  # type: ignore[assignment]
-        product = tl.zeros([WARPS, _ROWS, _SAME], dtype=tl.float32)
-        for piece in tl.static_range(pieces):
-            words, scale = ahead[number][piece]  # type: ignore[misc]
-            for group in tl.static_range(_CHUNK // _GROUP):
-                value = _states(inner, pair * SIZE, warp, piece, group, SIZE)
-                a = numbers_of_group(words, scale, group).reshape(WARPS, _ROWS, _GROUP).to(value.dtype)
-                b = tl.broadcast_to(value[:, :, None], [WARPS, _GROUP, _SAME])
-                product = tl.dot(a, b, product, input_precision=PRECISION)
+    for number in tl.range(TOP_K * PIECES, num_stages=1):
+        next_pair = token * TOP_K + tl.minimum((number + AHEAD) // PIECES, TOP_K - 1)
+        expert, _ = _expert(chosen, next_pair, first, experts)
+        later = _read(weight, scales, expert, (number + AHEAD) % PIECES * WARPS + warp, begin, 1, HIDDEN, CHUNKS)
+        pair = token * TOP_K + number // PIECES
+        products = _zeros(1, WARPS)
+        for group in tl.static_range(_CHUNK // _GROUP):
+            column = (number % PIECES * WARPS + warp) * _CHUNK + group * _GROUP
+            value = _states(inner, pair * SIZE, column, SIZE)
+            products = _multiplied(ahead[0], group, value, products, 1, PRECISION)  # type: ignore[misc]
         expert, is_here = _expert(chosen, pair, first, experts)
-        share = tl.load(shares + pair)
         # The states of an expert that is elsewhere are not set.
-        total += tl.where(is_here, product * share, 0.0)
+        total += tl.where(is_here, products[0] * tl.load(shares + pair), 0.0)
+        ahead = ahead[1:] + (later,)  # type: ignore[assignment]  # noqa: RUF005
     result = tl.max(tl.sum(total, 0), 1)  # of columns that are the same
+    row = begin + tl.arange(0, _ROWS)
     is_row = row < HIDDEN
     if BIAS:
         for number in tl.static_range(TOP_K):
@@ -236,6 +247,26 @@ def _down_token(
     if RESIDUAL:
         result += tl.load(residual + token * HIDDEN + row, mask=is_row, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + row, result.to(out.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _zeros(TURNS: tl.constexpr, WARPS: tl.constexpr):
+    totals = ()
+    for _turn in tl.static_range(TURNS):
+        totals += (tl.zeros([WARPS, _ROWS, _SAME], dtype=tl.float32),)  # type: ignore[assignment]
+    return totals
+
+
+@triton.jit
+def _multiplied(parts, GROUP: tl.constexpr, value, totals, TURNS: tl.constexpr, PRECISION: tl.constexpr):
+    """A group of columns of turns of rows, times states, `[chunks, _GROUP]`, added to the totals."""
+    b = tl.broadcast_to(value[:, :, None], [value.shape[0], _GROUP, _SAME])
+    sums = ()
+    for turn in tl.static_range(TURNS):
+        words, scale = parts[turn]
+        a = numbers_of_group(words, scale, GROUP).reshape(value.shape[0], _ROWS, _GROUP).to(value.dtype)
+        sums += (tl.dot(a, b, totals[turn], input_precision=PRECISION),)  # type: ignore[assignment]
+    return sums
 
 
 def _words(states: torch.Tensor) -> torch.Tensor:
@@ -268,19 +299,17 @@ def _expert(chosen, pair, first, experts):
 
 
 @triton.jit
-def _states(states, first, warp, piece: tl.constexpr, group: tl.constexpr, SIZE: tl.constexpr):
-    """A group's states of a piece of a chunk for each warp, `[chunks, _GROUP]`, in the order of `_in_order`; any states
-    beyond the last one, where weights are zeros. States of 16 bits are given as words."""
-    column = (piece * warp.shape[0] + warp) * _CHUNK + group * _GROUP
-    if (piece + 1) * warp.shape[0] * _CHUNK > SIZE:
-        column = tl.where(column < SIZE, column, 0)
+def _states(states, first, column, SIZE: tl.constexpr):
+    """The states of a group from each column on, `[chunks, _GROUP]`, in the order of `_in_order`; any states beyond the
+    last one, where weights are zeros. States of 16 bits are given as words."""
+    column = tl.where(column < SIZE, column, 0)
     if states.dtype.element_ty == tl.int32:
         pairs = _in_order(tl.load(states + first // 2 + column[:, None] // 2 + tl.arange(0, _WORDS)[None, :]))
         own = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
     else:
         own = tl.load(states + first + column[:, None] + tl.arange(0, _GROUP)[None, :])
-        own = own.reshape(warp.shape[0], 4, 2, 2, 2).permute(0, 2, 1, 3, 4)
-    return own.reshape(warp.shape[0], _GROUP)
+        own = own.reshape(column.shape[0], 4, 2, 2, 2).permute(0, 2, 1, 3, 4)
+    return own.reshape(column.shape[0], _GROUP)
 
 
 @triton.jit
@@ -290,23 +319,19 @@ def _in_order(words):
 
 
 @triton.jit
-def _read(weight, scales, expert, warp, begin, OUT: tl.constexpr, IN: tl.constexpr):
-    """An expert's weight for 16 of its OUT rows of IN columns, in pieces of a chunk for each warp: the words, `[chunks,
-    16, _WORDS]`, in the order of `_in_order`, and their scales, `[chunks, 16, 1]`. Zeros beyond the last chunk, and any
-    rows beyond the last row."""
-    chunks: tl.constexpr = tl.cdiv(IN, _CHUNK)
-    row = tl.arange(0, 8)
-    # A thread multiplies rows that are 8 apart, and reads both.
-    upper, lower = begin + row, begin + 8 + row
-    if tl.cdiv(OUT, _ROWS) * _ROWS > OUT:
-        upper, lower = tl.where(upper < OUT, upper, 0), tl.where(lower < OUT, lower, 0)
+def _read(
+    weight, scales, expert, chunk, begin, TURNS: tl.constexpr, OUT: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """A chunk of an expert's weight for each warp, in turns of 16 of its OUT rows: the words, `[chunks, 16, _WORDS]`,
+    in the order of `_in_order`, and their scales, `[chunks, 16, 1]`. Zeros beyond the last chunk, and any rows beyond
+    the last."""
+    line = (expert * CHUNKS + chunk) * OUT
     parts = ()
-    for piece in tl.static_range(tl.cdiv(chunks, warp.shape[0])):
-        chunk = piece * warp.shape[0] + warp
-        line = (expert * chunks + chunk) * OUT
-        is_chunk = chunk < chunks if (piece + 1) * warp.shape[0] > chunks else None
-        first, first_scales = _read_rows(weight, scales, line, upper, is_chunk)
-        last, last_scales = _read_rows(weight, scales, line, lower, is_chunk)
+    for turn in tl.static_range(TURNS):
+        # A thread multiplies rows that are 8 apart, and reads both.
+        row = begin + turn * _ROWS + tl.arange(0, 8)
+        first, first_scales = _read_rows(weight, scales, line, tl.minimum(row, OUT - 1), chunk < CHUNKS)
+        last, last_scales = _read_rows(weight, scales, line, tl.minimum(row + 8, OUT - 1), chunk < CHUNKS)
         words = tl.join(first, last).permute(0, 3, 1, 2).reshape(_ROWS * chunk.shape[0], _WORDS)
         words = _in_order(words).reshape(chunk.shape[0], _ROWS, _WORDS)
         scale = tl.join(first_scales, last_scales).permute(0, 2, 1).reshape(chunk.shape[0], _ROWS)
@@ -316,13 +341,8 @@ def _read(weight, scales, expert, warp, begin, OUT: tl.constexpr, IN: tl.constex
 
 @triton.jit
 def _read_rows(weight, scales, line, row, is_chunk):
-    """Words and scales of rows, whose chunks begin at `line`. is_chunk: None if all are there."""
+    """Words and scales of rows, whose chunks begin at `line`."""
     at = line[:, None] + row[None, :]
     places = at[:, :, None] * _WORDS + tl.arange(0, _WORDS)[None, None, :]
-    if is_chunk is None:
-        words = tl.load(weight + places, eviction_policy="evict_first")
-        own = tl.load(scales + at, eviction_policy="evict_first")
-    else:
-        words = tl.load(weight + places, mask=is_chunk[:, None, None], other=0, eviction_policy="evict_first")
-        own = tl.load(scales + at, mask=is_chunk[:, None], other=0, eviction_policy="evict_first")
-    return words, own
+    words = tl.load(weight + places, mask=is_chunk[:, None, None], other=0, eviction_policy="evict_first")
+    return words, tl.load(scales + at, mask=is_chunk[:, None], other=0, eviction_policy="evict_first")

@@ -25,7 +25,7 @@ from kernels.experts import grouped, mxfp4_few_tokens
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNT, HIDDEN, SIZE = 5, 160, 96  # two chunks of columns, the last of them not full, and one
 GROUPED = ExpertTiles(16, ProductTile(32, 128, 4, 2), ProductTile(64, 128, 4, 2))
-ALONE = ExpertTiles(EACH_PAIR, ProductTile(8, 128, 2, 1), ProductTile(16, 128, 2, 3))
+ALONE = ExpertTiles(EACH_PAIR, ProductTile(16, 128, 2, 2), ProductTile(16, 128, 2, 3))
 CLAMPED = ClampedSwiGLU(1.0, 1.7)
 
 
@@ -110,7 +110,7 @@ def test_products_with_norm_and_residual(both: Both) -> None:
 @triton.jit
 def _copy_states(states, out):
     warp = tl.arange(0, 2)
-    values = mxfp4_few_tokens._states(states, 64, warp, 0, 0, 192)
+    values = mxfp4_few_tokens._states(states, 64, warp * 128, 192)
     tl.store(out + warp[:, None] * 32 + tl.arange(0, 32)[None, :], values.to(tl.float32))
 
 
