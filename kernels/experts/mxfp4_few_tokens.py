@@ -323,15 +323,13 @@ def _read(
     weight, scales, expert, chunk, begin, TURNS: tl.constexpr, OUT: tl.constexpr, CHUNKS: tl.constexpr
 ):
     """A chunk of an expert's weight for each warp, in turns of 16 of its OUT rows: the words, `[chunks, 16, _WORDS]`,
-    in the order of `_in_order`, and their scales, `[chunks, 16, 1]`. Zeros beyond the last chunk, and any rows beyond
-    the last."""
-    line = (expert * CHUNKS + chunk) * OUT
+    in the order of `_in_order`, and their scales, `[chunks, 16, 1]`. Zeros beyond the last chunk."""
+    line = (expert * CHUNKS + chunk) * OUT + begin
     parts = ()
     for turn in tl.static_range(TURNS):
         # A thread multiplies rows that are 8 apart, and reads both.
-        row = begin + turn * _ROWS + tl.arange(0, 8)
-        first, first_scales = _read_rows(weight, scales, line, tl.minimum(row, OUT - 1), chunk < CHUNKS)
-        last, last_scales = _read_rows(weight, scales, line, tl.minimum(row + 8, OUT - 1), chunk < CHUNKS)
+        first, first_scales = _read_rows(weight, scales, line + turn * _ROWS, chunk < CHUNKS)
+        last, last_scales = _read_rows(weight, scales, line + turn * _ROWS + 8, chunk < CHUNKS)
         words = tl.join(first, last).permute(0, 3, 1, 2).reshape(_ROWS * chunk.shape[0], _WORDS)
         words = _in_order(words).reshape(chunk.shape[0], _ROWS, _WORDS)
         scale = tl.join(first_scales, last_scales).permute(0, 2, 1).reshape(chunk.shape[0], _ROWS)
@@ -340,9 +338,11 @@ def _read(
 
 
 @triton.jit
-def _read_rows(weight, scales, line, row, is_chunk):
-    """Words and scales of rows, whose chunks begin at `line`."""
-    at = line[:, None] + row[None, :]
-    places = at[:, :, None] * _WORDS + tl.arange(0, _WORDS)[None, None, :]
-    words = tl.load(weight + places, mask=is_chunk[:, None, None], other=0, eviction_policy="evict_first")
-    return words, tl.load(scales + at, mask=is_chunk[:, None], other=0, eviction_policy="evict_first")
+def _read_rows(weight, scales, line, is_chunk):
+    """Words, `[chunks, 8, _WORDS]`, and scales, `[chunks, 8]`, of the 8 rows from each `line` on."""
+    # All words of a chunk at once, so that a warp has those of a chunk whatever the version of Triton.
+    places = line[:, None] * _WORDS + tl.arange(0, 8 * _WORDS)[None, :]
+    words = tl.load(weight + places, mask=is_chunk[:, None], other=0, eviction_policy="evict_first")
+    own = scales + line[:, None] + tl.arange(0, 8)[None, :]
+    factors = tl.load(own, mask=is_chunk[:, None], other=0, eviction_policy="evict_first")
+    return words.reshape(line.shape[0], 8, _WORDS), factors
