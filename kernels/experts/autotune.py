@@ -85,20 +85,21 @@ _DOWN = {
 }
 # The same for weights in MXFP4, of which kernels read 128 columns at a time.
 _MXFP4_GATE_UP = {
-    EACH_PAIR: (ProductTile(32, 128, 4, 4), ProductTile(32, 128, 4, 6), ProductTile(64, 128, 8, 5)),
+    EACH_PAIR: (ProductTile(16, 128, 4, 1), ProductTile(8, 128, 4, 2), ProductTile(16, 128, 2, 1)),
     16: (ProductTile(32, 128, 4, 4), ProductTile(64, 128, 8, 4), ProductTile(64, 128, 8, 6)),
     32: (ProductTile(32, 128, 4, 4), ProductTile(64, 128, 8, 3), ProductTile(64, 128, 8, 4)),
     64: (ProductTile(64, 128, 8, 3), ProductTile(64, 128, 8, 4), ProductTile(128, 128, 8, 3)),
     128: (ProductTile(64, 128, 8, 3), ProductTile(64, 128, 8, 4), ProductTile(128, 128, 8, 3)),
 }
 _MXFP4_DOWN = {
-    EACH_PAIR: (ProductTile(16, 128, 8, 1), ProductTile(16, 128, 8, 2)),
+    EACH_PAIR: (ProductTile(16, 128, 8, 1), ProductTile(16, 128, 8, 5), ProductTile(16, 128, 16, 2)),
     16: (ProductTile(64, 128, 4, 6), ProductTile(128, 128, 8, 4), ProductTile(128, 128, 8, 6)),
     32: (ProductTile(64, 128, 4, 4), ProductTile(128, 128, 8, 3), ProductTile(128, 128, 8, 4)),
     64: (ProductTile(128, 128, 8, 3), ProductTile(128, 128, 8, 4), ProductTile(256, 128, 8, 3)),
     128: (ProductTile(128, 128, 8, 3), ProductTile(128, 128, 8, 4), ProductTile(256, 128, 8, 3)),
 }
 _EACH_PAIR_UP_TO = 16  # tokens: beyond, experts are read several times
+_MXFP4_EACH_PAIR_UP_TO = 4  # for each of which a weight is made to a number, too
 
 
 class TileChoice(NamedTuple):
@@ -184,12 +185,12 @@ def graph_times(runs: Sequence[Sequence[Call]], rounds: int) -> list[float]:
     return gpu_times(graphs, rounds)
 
 
-def _rows(tokens: int, top_k: int, experts: int) -> list[int]:
-    """The rows of blocks that suit a number of tokens."""
+def _rows(tokens: int, top_k: int, experts: int, each_pair_up_to: int) -> list[int]:
+    """The rows of blocks that suit a number of tokens, and `EACH_PAIR` for few."""
     mean = max(1.0, tokens * top_k / experts)
     suiting = [rows for rows in _ROWS if rows < 8 * mean or rows == _ROWS[0]]
     suiting = [rows for rows in suiting if rows * 4 > mean or rows == _ROWS[-1]]
-    return [EACH_PAIR, *suiting] if tokens <= _EACH_PAIR_UP_TO else suiting
+    return [EACH_PAIR, *suiting] if tokens <= each_pair_up_to else suiting
 
 
 def _fastest(layers: Sequence[Experts], top_k: int, tokens: int, times: Times) -> TileChoice:
@@ -199,7 +200,8 @@ def _fastest(layers: Sequence[Experts], top_k: int, tokens: int, times: Times) -
     default = own.default_tiles(tokens, top_k)
     all_gate_ups, all_downs = (_MXFP4_GATE_UP, _MXFP4_DOWN) if own.weights.is_mxfp4 else (_GATE_UP, _DOWN)
     found: list[tuple[float, ExpertTiles]] = []
-    for rows in _rows(tokens, top_k, own.total):
+    each_pair_up_to = _MXFP4_EACH_PAIR_UP_TO if own.weights.is_mxfp4 else _EACH_PAIR_UP_TO
+    for rows in _rows(tokens, top_k, own.total, each_pair_up_to):
         gate_ups = {default.gate_up, *all_gate_ups[rows]} if default.rows == rows else set(all_gate_ups[rows])
         downs = {default.down, *all_downs[rows]} if default.rows == rows else set(all_downs[rows])
         candidates = [ExpertTiles(rows, gate, next(iter(downs))) for gate in sorted(gate_ups)]

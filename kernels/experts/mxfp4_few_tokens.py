@@ -319,9 +319,7 @@ def _in_order(words):
 
 
 @triton.jit
-def _read(
-    weight, scales, expert, chunk, begin, TURNS: tl.constexpr, OUT: tl.constexpr, CHUNKS: tl.constexpr
-):
+def _read(weight, scales, expert, chunk, begin, TURNS: tl.constexpr, OUT: tl.constexpr, CHUNKS: tl.constexpr):
     """A chunk of an expert's weight for each warp, in turns of 16 of its OUT rows: the words, `[chunks, 16, _WORDS]`,
     in the order of `_in_order`, and their scales, `[chunks, 16, 1]`. Zeros beyond the last chunk."""
     line = (expert * CHUNKS + chunk) * OUT + begin
