@@ -73,6 +73,7 @@ class LayerSpec:
     | `attended` | a token's outputs of all heads. Queries may have another size: then it is the mean of both |
     | `window` | tokens that attention reads at most; None for all |
     | `experts`, `chosen`, `expert_weights` | experts, those of one token, and the weights of one |
+    | `expert_bytes` | of an expert's weight |
     | `state_bytes` | of a sequence's recurrent state, which a step reads and writes |
     """
 
@@ -86,12 +87,17 @@ class LayerSpec:
     experts: int = 0
     chosen: int = 0
     expert_weights: int = 0
+    expert_bytes: float = 2.0
     state_bytes: int = 0
 
     @property
     def all_weights(self) -> int:
-        """Weights that a step of many decodes reads, which have all experts between them."""
-        return self.weights + self.experts * self.expert_weights
+        """Weights that a step of many decodes reads, which have all experts between them: their bytes over two."""
+        return self.weights + round(self.read_weights(self.experts))
+
+    def read_weights(self, experts: float) -> float:
+        """Weights of as many experts: their bytes over two."""
+        return experts * self.expert_weights * self.expert_bytes / 2
 
     @property
     def multiplied(self) -> int:
@@ -265,7 +271,7 @@ class StageSpec:
         whole = n + unused_rows(n)
         seconds = self.layers * (device.mixed_layer_s if shape.chunks else device.layer_s)
         for layer, count in self._kinds:
-            read = layer.weights + layer.experts_used(n) * layer.expert_weights
+            read = layer.weights + layer.read_weights(layer.experts_used(n))
             layer_s = self._product_s(read, whole, layer.multiplied) + self._small_s(n, layer.inner)
             seconds += count * (layer_s + self._attention_s(layer, shape))
         if self.has_head:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.correctness import families
+from bench.correctness import families, mxfp4
 from bench.replica import dummy_models
 
 NEW_TOKENS = 48
@@ -63,11 +63,13 @@ GAINS = {
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A model: its `model_type`, its configuration, and the tensor-parallel degrees that can split it."""
+    """A model: its `model_type`, its configuration, the tensor-parallel degrees that can split it, and whether its
+    experts are written in MXFP4."""
 
     model_type: str
     config: dict[str, Any]
     tp: tuple[int, ...]
+    in_mxfp4: bool = False
 
     @property
     def vocabulary(self) -> int:
@@ -101,6 +103,9 @@ MODELS: dict[str, RandomModel] = {
     name: RandomModel(model_type, families.common(families.SMALL) | own, (1, 2))
     for name, (model_type, own) in FAMILIES.items()
 } | {
+    "gpt_oss_mxfp4": RandomModel(
+        "gpt_oss", families.common(families.SMALL) | FAMILIES["gpt_oss"][1], (1, 2), in_mxfp4=True
+    ),
     "llama": RandomModel("llama", _llama(8, 512, 1536, 8, 4, 64, 8192, False), (1, 2, 4)),
     "smollm2": RandomModel("llama", _llama(30, 576, 1536, 9, 3, 64, 49152, True), (1, 2, 4)),
     "tiny": RandomModel("llama", _llama(2, 64, 128, 4, 2, 16, 512, False), (1, 2)),
@@ -121,8 +126,8 @@ def is_known(name: str) -> bool:
 
 
 def make(name: str, folder: Path) -> Path:
-    """Writes the random model `name` to a Hugging Face folder, in float32 and without an end token. Returns the
-    folder."""
+    """Writes the random model `name` to a Hugging Face folder, in float32 (or MXFP4) and without an end token. Returns
+    the folder."""
     from transformers import AutoConfig
 
     random_model = MODELS[name]
@@ -146,6 +151,8 @@ def make(name: str, folder: Path) -> Path:
         if hasattr(model.get_input_embeddings(), "embed_scale"):
             _shrink_embeddings(model)
     model.save_pretrained(folder)
+    if random_model.in_mxfp4:
+        mxfp4.publish(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     last = random_model.vocabulary - 1
     dummy_models.tokenizer(random_model.vocabulary, (last - 1, last)).save(str(folder / "tokenizer.json"))

@@ -104,6 +104,7 @@ _GPT_OSS = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
+_GPT_OSS_MXFP4 = _GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}  # as the models are published
 _GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -212,6 +213,21 @@ SHAPES: dict[str, Shape] = {
     ),
     "gpt-oss-20b": _shape(
         "gpt_oss_20b", _GPT_OSS, 24, 2880, 2880, 64, 8, head_dim=64, num_local_experts=32, num_experts_per_tok=4
+    ),
+    "gpt-oss-20b-mxfp4": _shape(
+        "gpt_oss_20b_mxfp4",
+        _GPT_OSS_MXFP4,
+        24,
+        2880,
+        2880,
+        64,
+        8,
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+    ),
+    "gpt-oss-120b": _shape(
+        "gpt_oss_120b", _GPT_OSS_MXFP4, 36, 2880, 2880, 64, 8, head_dim=64, num_local_experts=128, num_experts_per_tok=4
     ),
     "gemma3-12b": _shape("gemma3_12b", _GEMMA3, 48, 3840, 15360, 16, 8, head_dim=256),
     # For trying out a benchmark on any machine. The vocabulary holds the token ids of every workload. With `tiny`, a

@@ -1,6 +1,7 @@
 """Time of a layer's experts on a GPU, by the number of tokens, with the tiles that are the fastest there.
 
     python -m bench.replica.experts --shape qwen3-30b-a3b --tokens 1,8,64,256,1024,4096 --out experts.json
+    python -m bench.replica.experts --shape gpt-oss-20b --mxfp4
 
 Results are first compared with PyTorch's, in float32. The last table has for each number of tokens the microseconds of
 a layer with the default and with the chosen tiles, of its parts, and of the floor: reading the experts that are chosen,
@@ -18,12 +19,13 @@ from typing import Any
 
 import torch
 
-from kernels.experts import grouped
+from kernels.experts import grouped, mxfp4_weight
 from kernels.experts.autotune import TileChoice, autotune, graph_times, routes
 from kernels.experts.choice import Routing, choose
 from kernels.experts.experts import Experts
 from kernels.experts.routing import route
-from kernels.experts.tiles import EACH_PAIR, ExpertTiles, default_tiles
+from kernels.experts.tiles import EACH_PAIR, ExpertTiles
+from kernels.experts.weights import ExpertWeight, ExpertWeights
 from kernels.ops.activation import relu2, silu_and_mul
 
 LAYERS = 4  # so that no run finds its weights in the L2 cache
@@ -48,21 +50,39 @@ SHAPES = {
     "mixtral-8x7b": ExpertShape(8, 2, 4096, 14336),
     "olmoe": ExpertShape(64, 8, 2048, 1024),
     "nemotron-3-nano-30b-a3b": ExpertShape(128, 6, 2688, 1856, is_gated=False),
+    "gpt-oss-20b": ExpertShape(32, 4, 2880, 2880),
+    "gpt-oss-120b": ExpertShape(128, 4, 2880, 2880),
     "tiny": ExpertShape(8, 2, 64, 32),
 }
 
 
-def make_layers(shape: ExpertShape, device: torch.device, dtype: torch.dtype) -> list[Experts]:
-    """Experts of LAYERS layers with random weights, such that outputs are about as large as inputs."""
+def make_layers(shape: ExpertShape, device: torch.device, dtype: torch.dtype, in_mxfp4: bool = False) -> list[Experts]:
+    """Experts of LAYERS layers with random weights, such that outputs are about as large as inputs. `in_mxfp4`: random
+    bits in MXFP4."""
     generator = torch.Generator(device).manual_seed(1)
 
-    def random(*sizes: int) -> torch.Tensor:
+    def random(*sizes: int, has_gates: bool = False) -> ExpertWeight:
+        if in_mxfp4:
+            groups = sizes[2] // mxfp4_weight.GROUP
+            blocks = torch.randint(
+                256,
+                (*sizes[:2], groups, mxfp4_weight.GROUP // 2),
+                dtype=torch.uint8,
+                device=device,
+                generator=generator,
+            )
+            exponents = torch.full(blocks.shape[:3], 127, dtype=torch.uint8, device=device)
+            exponents += round(math.log2(sizes[-1] ** -0.5 / 2.93))  # the size of random e2m1
+            return mxfp4_weight.of_blocks(blocks, exponents, has_gates)
         made = torch.empty(sizes, device=device, dtype=dtype)
         return made.normal_(0.0, sizes[-1] ** -0.5, generator=generator)
 
     count, hidden, size = shape.count, shape.hidden, shape.size
     rows, activation = (2 * size, silu_and_mul) if shape.is_gated else (size, relu2)
-    return [Experts(random(count, rows, hidden), random(count, hidden, size), activation) for _ in range(LAYERS)]
+    return [
+        Experts(random(count, rows, hidden, has_gates=shape.is_gated), random(count, hidden, size), activation)
+        for _ in range(LAYERS)
+    ]
 
 
 def reference(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -70,29 +90,54 @@ def reference(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, shares: t
     total = torch.zeros_like(x, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         tokens, number = torch.where(chosen == expert)
-        first = x[tokens].float() @ experts.weights.gate_up[expert].float().t()
+        gate_up, down = _numbers(experts.weights, expert)
+        first = x[tokens].float() @ gate_up.t()
         if experts.weights.is_gated:
             gate, up = first.chunk(2, dim=1)
             activated = torch.nn.functional.silu(gate) * up
         else:
             activated = first.relu().square()
-        product = activated @ experts.weights.down[expert].float().t()
+        product = activated @ down.t()
         total.index_add_(0, tokens, product * shares[tokens, number, None])
     return total
+
+
+def _numbers(weights: ExpertWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An expert's weights, float32, gates first."""
+    if weights.gate_up_scales is None or weights.down_scales is None:
+        return weights.gate_up[expert].float(), weights.down[expert].float()
+    (_, hidden, size), own = weights.sizes, slice(expert, expert + 1)
+    first = mxfp4_weight.Mxfp4Weight(weights.gate_up[own], weights.gate_up_scales.factors[own])
+    last = mxfp4_weight.Mxfp4Weight(weights.down[own], weights.down_scales.factors[own])
+    return (
+        mxfp4_weight.multiplied_out(first, hidden, has_gates=weights.is_gated)[0],
+        mxfp4_weight.multiplied_out(last, size, has_gates=False)[0],
+    )
+
+
+def _part(weights: ExpertWeights, own: slice, first: int) -> ExpertWeights:
+    """Some of the experts."""
+    scales = weights.gate_up_scales, weights.down_scales
+    parts = (None if each is None else each._replace(factors=each.factors[own]) for each in scales)
+    first_scales, last_scales = parts
+    return weights._replace(
+        gate_up=weights.gate_up[own],
+        down=weights.down[own],
+        first=first,
+        gate_up_scales=first_scales,
+        down_scales=last_scales,
+    )
 
 
 def error(experts: Experts, shape: ExpertShape, tokens: int, tiles: ExpertTiles) -> float:
     """The relative error of experts with some tiles, also where a part of the experts is elsewhere."""
     weights = experts.weights
     chosen, shares = routes(tokens, shape.top_k, shape.count, 1, weights.down.device)[0]
-    x = torch.randn(tokens, shape.hidden, device=weights.down.device).to(weights.down.dtype)
+    x = torch.randn(tokens, shape.hidden, device=weights.down.device).to(weights.dtype)
     wanted = reference(experts, x, chosen, shares)
     got = grouped.experts(weights, x, chosen, shares, tiles)
     first = shape.count // 2
-    halves = [
-        weights._replace(gate_up=weights.gate_up[:first], down=weights.down[:first]),
-        weights._replace(gate_up=weights.gate_up[first:], down=weights.down[first:], first=first),
-    ]
+    halves = [_part(weights, slice(first), 0), _part(weights, slice(first, None), first)]
     of_halves = sum(grouped.experts(half, x, chosen, shares, tiles).float() for half in halves)
     return max(float((each - wanted).norm() / wanted.norm()) for each in (got.float(), of_halves))
 
@@ -109,18 +154,18 @@ def routing_errors(shape: ExpertShape, device: torch.device) -> int:
     return wrong
 
 
-def floor_us(shape: ExpertShape, tokens: int, bytes_per_s: float, flops: float) -> float:
+def floor_us(shape: ExpertShape, tokens: int, bytes_per_s: float, flops: float, weight_bytes: float = 2.0) -> float:
     """Microseconds of a layer's experts at a device's rates."""
     hit = shape.count * (1 - (1 - shape.top_k / shape.count) ** tokens)
     weights = (3 if shape.is_gated else 2) * shape.hidden * shape.size
-    return 1e6 * max(hit * weights * 2 / bytes_per_s, 2 * weights * tokens * shape.top_k / flops)
+    return 1e6 * max(hit * weights * weight_bytes / bytes_per_s, 2 * weights * tokens * shape.top_k / flops)
 
 
 def parts_us(layers: list[Experts], shape: ExpertShape, tokens: int, tiles: ExpertTiles) -> dict[str, float]:
     """Microseconds of a layer's parts, each by itself as one CUDA graph of all layers."""
     device = layers[0].weights.down.device
     routed = routes(tokens, shape.top_k, shape.count, len(layers), device)
-    x = torch.randn(tokens, shape.hidden, device=device).to(layers[0].weights.down.dtype)
+    x = torch.randn(tokens, shape.hidden, device=device).to(layers[0].weights.dtype)
     logits = torch.randn(tokens, shape.count, device=device)
     runs: dict[str, list[Any]] = {"route": [partial(route, logits, Routing(shape.top_k)) for _ in layers]}
     if tiles.rows != EACH_PAIR:
@@ -143,7 +188,7 @@ def parts_us(layers: list[Experts], shape: ExpertShape, tokens: int, tiles: Expe
 def whole_us(layers: list[Experts], shape: ExpertShape, tokens: int, tiles: ExpertTiles) -> float:
     """Microseconds of a layer's experts, without the router."""
     routed = routes(tokens, shape.top_k, shape.count, len(layers), layers[0].weights.down.device)
-    x = torch.randn(tokens, shape.hidden, device=layers[0].weights.down.device).to(layers[0].weights.down.dtype)
+    x = torch.randn(tokens, shape.hidden, device=layers[0].weights.down.device).to(layers[0].weights.dtype)
     run = [
         partial(grouped.experts, layer.weights, x, chosen, shares, tiles)
         for layer, (chosen, shares) in zip(layers, routed, strict=True)
@@ -154,6 +199,7 @@ def whole_us(layers: list[Experts], shape: ExpertShape, tokens: int, tiles: Expe
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m bench.replica.experts", description=__doc__.split("\n\n")[0])
     p.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b", help="default: %(default)s")
+    p.add_argument("--mxfp4", action="store_true", help="weights in MXFP4, and not in bfloat16")
     p.add_argument("--tokens", default="1,8,64,256,1024,4096", help="numbers of tokens; default: %(default)s")
     p.add_argument("--limit-s", type=float, default=300.0, help="seconds of timing tiles; default: %(default)s")
     p.add_argument("--bytes-per-s", type=float, default=2.5e12, help="for the floor; default: %(default)s, of an H100")
@@ -170,11 +216,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     device, shape = torch.device("cuda"), SHAPES[args.shape]
     tokens = [int(n) for n in args.tokens.split(",")]
-    layers = make_layers(shape, device, torch.bfloat16)
+    layers = make_layers(shape, device, torch.bfloat16, args.mxfp4)
+    weight_bytes = mxfp4_weight.BYTES if args.mxfp4 else 2.0
     print(f"{args.shape} on {torch.cuda.get_device_name()}: {routing_errors(shape, device)} tokens routed otherwise")
     failed = routing_errors(shape, device) > 0
     for n in tokens:
-        wrong = error(layers[0], shape, n, default_tiles(n, shape.top_k, shape.count))
+        wrong = error(layers[0], shape, n, layers[0].default_tiles(n, shape.top_k))
         print(f"{n} tokens, default tiles: relative error {wrong:.4f}", flush=True)
         failed |= not wrong < TOLERANCE
     chosen: dict[int, TileChoice] = autotune(layers, shape.top_k, max(tokens), args.cache, limit_s=args.limit_s)
@@ -185,8 +232,8 @@ def main(arguments: list[str] | None = None) -> int:
         tiles = layers[0].tiles(n, shape.top_k)
         wrong = error(layers[0], shape, n, tiles)
         failed |= not wrong < TOLERANCE
-        row: dict[str, Any] = {"tokens": n, "floor": floor_us(shape, n, args.bytes_per_s, args.flops)}
-        row["default"] = whole_us(layers, shape, n, default_tiles(n, shape.top_k, shape.count))
+        row: dict[str, Any] = {"tokens": n, "floor": floor_us(shape, n, args.bytes_per_s, args.flops, weight_bytes)}
+        row["default"] = whole_us(layers, shape, n, layers[0].default_tiles(n, shape.top_k))
         row["chosen"] = whole_us(layers, shape, n, tiles)
         row |= parts_us(layers, shape, n, tiles)
         rows.append(row | {"error": wrong, "rows": tiles.rows, "gate_up_tile": tiles.gate_up, "down_tile": tiles.down})

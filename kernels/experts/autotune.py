@@ -18,7 +18,7 @@ import torch
 
 from kernels.choice_cache import ChoiceCache
 from kernels.experts.experts import Experts
-from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile, TunedTiles, default_tiles
+from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile, TunedTiles
 from kernels.linear.gemm_autotune import Call, Times, gpu_times
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,23 @@ _DOWN = {
         ProductTile(256, 64, 8, 4),
     ),
 }
+# The same for weights in MXFP4, of which kernels read 128 columns at a time.
+_MXFP4_GATE_UP = {
+    EACH_PAIR: (ProductTile(16, 128, 4, 1), ProductTile(8, 128, 4, 2), ProductTile(16, 128, 2, 1)),
+    16: (ProductTile(32, 128, 4, 4), ProductTile(64, 128, 8, 4), ProductTile(64, 128, 8, 6)),
+    32: (ProductTile(32, 128, 4, 4), ProductTile(64, 128, 8, 3), ProductTile(64, 128, 8, 4)),
+    64: (ProductTile(64, 128, 8, 3), ProductTile(64, 128, 8, 4), ProductTile(128, 128, 8, 3)),
+    128: (ProductTile(64, 128, 8, 3), ProductTile(64, 128, 8, 4), ProductTile(128, 128, 8, 3)),
+}
+_MXFP4_DOWN = {
+    EACH_PAIR: (ProductTile(16, 128, 8, 1), ProductTile(16, 128, 8, 5), ProductTile(16, 128, 16, 2)),
+    16: (ProductTile(64, 128, 4, 6), ProductTile(128, 128, 8, 4), ProductTile(128, 128, 8, 6)),
+    32: (ProductTile(64, 128, 4, 4), ProductTile(128, 128, 8, 3), ProductTile(128, 128, 8, 4)),
+    64: (ProductTile(128, 128, 8, 3), ProductTile(128, 128, 8, 4), ProductTile(256, 128, 8, 3)),
+    128: (ProductTile(128, 128, 8, 3), ProductTile(128, 128, 8, 4), ProductTile(256, 128, 8, 3)),
+}
 _EACH_PAIR_UP_TO = 16  # tokens: beyond, experts are read several times
+_MXFP4_EACH_PAIR_UP_TO = 4  # for each of which a weight is made to a number, too
 
 
 class TileChoice(NamedTuple):
@@ -133,7 +149,7 @@ def autotune(
             "It takes too long: experts of %s tokens have default tiles", ", ".join(map(str, sorted(untimed)))
         )
     cache.save()
-    tiles = {tokens: default_tiles(tokens, top_k, layers[0].total) for tokens in untimed}
+    tiles = {tokens: layers[0].default_tiles(tokens, top_k) for tokens in untimed}
     tuned = TunedTiles(tiles | {tokens: choice.tiles for tokens, choice in choices.items()})
     for layer in layers:
         layer.tuned = tuned
@@ -169,23 +185,25 @@ def graph_times(runs: Sequence[Sequence[Call]], rounds: int) -> list[float]:
     return gpu_times(graphs, rounds)
 
 
-def _rows(tokens: int, top_k: int, experts: int) -> list[int]:
-    """The rows of blocks that suit a number of tokens."""
+def _rows(tokens: int, top_k: int, experts: int, each_pair_up_to: int) -> list[int]:
+    """The rows of blocks that suit a number of tokens, and `EACH_PAIR` for few."""
     mean = max(1.0, tokens * top_k / experts)
     suiting = [rows for rows in _ROWS if rows < 8 * mean or rows == _ROWS[0]]
     suiting = [rows for rows in suiting if rows * 4 > mean or rows == _ROWS[-1]]
-    return [EACH_PAIR, *suiting] if tokens <= _EACH_PAIR_UP_TO else suiting
+    return [EACH_PAIR, *suiting] if tokens <= each_pair_up_to else suiting
 
 
 def _fastest(layers: Sequence[Experts], top_k: int, tokens: int, times: Times) -> TileChoice:
     """Times all tiles that suit a number of tokens."""
     own = layers[0]
     routed = routes(tokens, top_k, own.total, len(layers), own.weights.down.device)
-    default = default_tiles(tokens, top_k, own.total)
+    default = own.default_tiles(tokens, top_k)
+    all_gate_ups, all_downs = (_MXFP4_GATE_UP, _MXFP4_DOWN) if own.weights.is_mxfp4 else (_GATE_UP, _DOWN)
     found: list[tuple[float, ExpertTiles]] = []
-    for rows in _rows(tokens, top_k, own.total):
-        gate_ups = {default.gate_up, *_GATE_UP[rows]} if default.rows == rows else set(_GATE_UP[rows])
-        downs = {default.down, *_DOWN[rows]} if default.rows == rows else set(_DOWN[rows])
+    each_pair_up_to = _MXFP4_EACH_PAIR_UP_TO if own.weights.is_mxfp4 else _EACH_PAIR_UP_TO
+    for rows in _rows(tokens, top_k, own.total, each_pair_up_to):
+        gate_ups = {default.gate_up, *all_gate_ups[rows]} if default.rows == rows else set(all_gate_ups[rows])
+        downs = {default.down, *all_downs[rows]} if default.rows == rows else set(all_downs[rows])
         candidates = [ExpertTiles(rows, gate, next(iter(downs))) for gate in sorted(gate_ups)]
         best = _best(layers, routed, candidates, times)
         if best is not None:
@@ -203,8 +221,8 @@ def _best(
 ) -> tuple[float, ExpertTiles] | None:
     """The candidate with the least time, in microseconds of one layer; None if none of them runs."""
     usable, runs = [], []
-    size = layers[0].weights.down.shape[1]
-    x = torch.randn(len(routed[0][0]), size, device=routed[0][0].device).to(layers[0].weights.dtype)
+    hidden = layers[0].weights.sizes[1]
+    x = torch.randn(len(routed[0][0]), hidden, device=routed[0][0].device).to(layers[0].weights.dtype)
     for tiles in candidates:
         calls: list[Call] = [
             partial(_run, layer, x, chosen, shares, tiles)
@@ -239,9 +257,11 @@ def _compiles(call: Call) -> bool:
 def _identity(own: Experts, top_k: int) -> str:
     import triton
 
-    count, hidden, size = own.weights.down.shape
+    count, hidden, size = own.weights.sizes
     dtype = str(own.weights.down.dtype).removeprefix("torch.")
-    if (scales := own.weights.down_scales) is not None:
+    if own.weights.is_mxfp4:
+        dtype = "mxfp4"
+    elif (scales := own.weights.down_scales) is not None:
         dtype = f"e4m3-{scales.factors.shape[1]}"
     device = torch.cuda.get_device_name(own.weights.down.device) if own.weights.down.is_cuda else "cpu"
     shape = f"{count}x{hidden}x{size}" if own.total == count else f"{count}of{own.total}x{hidden}x{size}"

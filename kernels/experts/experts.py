@@ -6,8 +6,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.experts.tiles import ExpertTiles, TunedTiles, default_tiles
-from kernels.experts.weights import ExpertWeights, in_memory
-from kernels.linear.fp8_linear import Fp8Weight
+from kernels.experts.weights import ExpertWeight, ExpertWeights, in_memory
 from kernels.linear.linear import Linear
 from kernels.ops.activation import ClampedSwiGLU, gelu_tanh, gelu_tanh_and_mul, relu2, silu_and_mul
 
@@ -31,8 +30,8 @@ class Experts:
 
     def __init__(
         self,
-        gate_up: torch.Tensor | Fp8Weight,
-        down: torch.Tensor | Fp8Weight,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
         activation: Activation,
         first: int = 0,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -41,18 +40,19 @@ class Experts:
         """gate_up: `[experts, 2 * size, hidden_size]`, the gates first. down: `[experts, hidden_size, size]`. The
         activation is `silu_and_mul`, `gelu_tanh_and_mul` or a `ClampedSwiGLU`. With `relu2` or `gelu_tanh` there is no
         gate: gate_up is `[experts, size, hidden_size]`. biases: of gate_up, `[experts, 2 * size]`, and of down,
-        `[experts, hidden_size]`. On a GPU weights may be in 8 bits: activations are not. total: number of the layer's
-        experts, of which the router chooses; by default those here."""
+        `[experts, hidden_size]`. On a GPU weights may be in 8 bits, or both in 4 bits, with gates and ups in turns
+        (`Mxfp4Weight`): activations are not. total: number of the layer's experts, of which the router chooses; by
+        default those here."""
         clamped = activation if isinstance(activation, ClampedSwiGLU) else None
         if clamped is None and activation not in (silu_and_mul, gelu_tanh_and_mul, *_PLAIN):
             known = "silu, the tanh form of gelu, or a clamped SwiGLU; without a gate by the square of relu, or gelu"
             raise ValueError(f"experts are activated by {known}")
-        self.first, self.count = first, len(gate_up if isinstance(gate_up, torch.Tensor) else gate_up.values)
+        self.first, self.count = first, len(gate_up if isinstance(gate_up, torch.Tensor) else gate_up[0])
         self.total = self.count if total is None else total
         self.activation = activation
         self.tuned: TunedTiles | None = None  # set by `kernels.experts.autotune.autotune`
         self._each: list[tuple[Linear, Linear]] = []
-        if isinstance(gate_up, Fp8Weight) or isinstance(down, Fp8Weight) or gate_up.is_cuda:
+        if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor) or gate_up.is_cuda:
             is_gelu, is_gated = activation in (gelu_tanh_and_mul, gelu_tanh), activation not in _PLAIN
             first_bias, last_bias = (None, None) if biases is None else (each.contiguous() for each in biases)
             (first_weight, first_scales), (last_weight, last_scales) = in_memory(gate_up), in_memory(down)
@@ -82,7 +82,11 @@ class Experts:
 
     def tiles(self, tokens: int, top_k: int) -> ExpertTiles:
         """Tiles of the grouped products for a step of `tokens` tokens."""
-        return default_tiles(tokens, top_k, self.total) if self.tuned is None else self.tuned.find(tokens)
+        return self.default_tiles(tokens, top_k) if self.tuned is None else self.tuned.find(tokens)
+
+    def default_tiles(self, tokens: int, top_k: int) -> ExpertTiles:
+        """The tiles before any were timed."""
+        return default_tiles(tokens, top_k, self.total, self.weights.is_mxfp4)
 
     def _by_expert(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None

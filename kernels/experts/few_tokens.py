@@ -56,6 +56,10 @@ def gate_up(
     eps: float = 0.0,
 ) -> torch.Tensor:
     """The activated intermediate states, `[n * top_k, size]`. Those of experts that are elsewhere are not set."""
+    if weights.is_mxfp4:
+        from kernels.experts import mxfp4_few_tokens
+
+        return mxfp4_few_tokens.gate_up(weights, x, chosen, tiles, norm, eps)
     count, hidden, size = len(weights.gate_up), x.shape[1], weights.down.shape[2]
     tile = tiles.gate_up
     block = min(tile.depth, triton.next_power_of_2(hidden))
@@ -103,6 +107,10 @@ def down(
 
     The kernel launched last before must be that of `gate_up` for the same `chosen`, or a plain one (`kernels.pdl`).
     """
+    if weights.is_mxfp4:
+        from kernels.experts import mxfp4_few_tokens
+
+        return mxfp4_few_tokens.down(weights, inner, chosen, shares, tiles, out, residual)
     (count, hidden, size), (n, top_k) = weights.down.shape, chosen.shape
     tile = tiles.down
     depth = max(tile.depth, triton.cdiv(size * top_k, _MOST_PIECES))

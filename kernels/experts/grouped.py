@@ -12,14 +12,13 @@ all of it may be in a CUDA graph. An output does not depend on the other tokens 
 Imported only where there is a GPU (or Triton's interpreter). Sums are in float32 whatever the tensors' dtypes.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels import pdl
 from kernels.experts.fp8_numbers import arguments, numbers, scales_of
+from kernels.experts.pair_blocks import PairBlocks
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles
 from kernels.experts.weights import ExpertWeights
 from kernels.ops.fused import gated, plain
@@ -30,22 +29,6 @@ _MOST_CHUNK = 256  # pairs of a chunk
 _BLOCKS_AT_ONCE = 32  # blocks that a program of `_place` describes at a time
 _COUNTS_AT_ONCE = 8  # chunks whose counts a program of `_place` reads at a time
 _COMBINED_COLUMNS = 1024  # columns that one program of `_combine` computes
-
-
-class PairBlocks(NamedTuple):
-    """Pairs sorted by expert, and cut into blocks of one expert each.
-
-    | field | shape | meaning |
-    | --- | --- | --- |
-    | `pairs` | int32 `[n * top_k]` | pairs in the order of their experts, without those elsewhere |
-    | `expert` | int32 `[most blocks]` | expert of each block, -1 for none |
-    | `first`, `rows` | int32 `[most blocks]` | the block's part of `pairs` |
-    """
-
-    pairs: torch.Tensor
-    expert: torch.Tensor
-    first: torch.Tensor
-    rows: torch.Tensor
 
 
 def experts(
@@ -114,6 +97,10 @@ def gate_up(
     weights: ExpertWeights, x: torch.Tensor, top_k: int, blocks: PairBlocks, tiles: ExpertTiles
 ) -> torch.Tensor:
     """The activated intermediate states, `[n * top_k, size]`, in the order of `blocks.pairs`."""
+    if weights.is_mxfp4:
+        from kernels.experts import mxfp4_grouped
+
+        return mxfp4_grouped.gate_up(weights, x, top_k, blocks, tiles)
     hidden, size = x.shape[1], weights.down.shape[2]
     tile = tiles.gate_up
     inner = x.new_empty(len(blocks.pairs), size)
@@ -150,6 +137,10 @@ def down(
 ) -> torch.Tensor:
     """The outputs of all pairs times their shares, `[n * top_k, hidden]`, in the order of the tokens. Those of experts
     that are elsewhere are not set."""
+    if weights.is_mxfp4:
+        from kernels.experts import mxfp4_grouped
+
+        return mxfp4_grouped.down(weights, inner, shares, blocks, tiles)
     hidden, size = weights.down.shape[1:]
     tile = tiles.down
     parts = inner.new_empty(len(inner), hidden)

@@ -35,11 +35,21 @@ _DEFAULTS = (
 )
 _LARGEST = ExpertTiles(128, ProductTile(128, 64, 8, 3), ProductTile(256, 64, 8, 3))
 
+# With weights in MXFP4.
+_MXFP4_DEFAULTS = (
+    (0.25, ExpertTiles(EACH_PAIR, ProductTile(16, 128, 4, 1), ProductTile(16, 128, 8, 1))),
+    (24.0, ExpertTiles(16, ProductTile(64, 128, 8, 4), ProductTile(128, 128, 8, 4))),
+    (48.0, ExpertTiles(32, ProductTile(64, 128, 8, 4), ProductTile(128, 128, 8, 4))),
+    (96.0, ExpertTiles(64, ProductTile(64, 128, 8, 4), ProductTile(128, 128, 8, 4))),
+)
+_MXFP4_LARGEST = ExpertTiles(128, ProductTile(64, 128, 8, 3), ProductTile(128, 128, 8, 3))
 
-def default_tiles(tokens: int, top_k: int, experts: int) -> ExpertTiles:
+
+def default_tiles(tokens: int, top_k: int, experts: int, in_mxfp4: bool = False) -> ExpertTiles:
     """Tiles for a step of `tokens` tokens that have `top_k` of `experts` experts each."""
     pairs = tokens * top_k / experts
-    return next((tiles for most, tiles in _DEFAULTS if pairs <= most), _LARGEST)
+    defaults, largest = (_MXFP4_DEFAULTS, _MXFP4_LARGEST) if in_mxfp4 else (_DEFAULTS, _LARGEST)
+    return next((tiles for most, tiles in defaults if pairs <= most), largest)
 
 
 class TunedTiles:

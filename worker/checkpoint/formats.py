@@ -6,7 +6,7 @@
 | `fp8` | `fp8.py` | 8 bits |
 | `compressed-tensors` | `compressed_tensors.py` | 8 bits; blocks of integers |
 | `awq`, `gptq` | `awq.py`, `gptq.py`, both through `packed_matrix.py` | blocks of integers |
-| `mxfp4` of gpt-oss | `gpt_oss_experts.py` | |
+| `mxfp4` of gpt-oss | `gpt_oss_experts.py` | 4 bits |
 | GGUF | `gguf_file.py` | blocks of integers |
 """
 

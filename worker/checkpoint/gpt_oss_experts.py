@@ -7,17 +7,15 @@
 
 Biases have gates and ups in turns in both. MXFP4 (Open Compute Project, Microscaling Formats 1.0) has a byte for two
 numbers, e2m1, the first in the low bits. Blocks of 32 share a scale, the power of two of a byte less 127. These numbers
-times their scales are exact in bfloat16 and float32.
+times their scales are exact in bfloat16 and float32. Ranks have whole blocks (`ExpertsConfig.unit`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
 
-from worker.checkpoint.tensors import ModelTensor, Read, StoredTensor
-
-_Numbers = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # `dequantized`, of blocks and scales
+from worker.checkpoint.tensors import ModelTensor, Read, ReadMxfp4, StoredTensor
 
 _BLOCK = 32
 _SCALE_BIAS = 127
@@ -29,7 +27,6 @@ def arranged(tensors: Iterable[StoredTensor], device: torch.device, dtype: torch
     """The tensors of a checkpoint, with experts as in other families' checkpoints. MXFP4 is multiplied out on `device`,
     to `dtype`, as it is read. Raises ValueError for blocks without scales, and the reverse."""
     halves: dict[str, tuple[str, tuple[int, ...], Read]] = {}  # of matrices in MXFP4, until the other one comes
-    numbers = partial(dequantized, device=device, dtype=dtype)
     for name, shape, _, read in tensors:
         matrix, _, half = name.rpartition("_")
         if half in ("blocks", "scales") and ".mlp.experts." in name:
@@ -40,8 +37,9 @@ def arranged(tensors: Iterable[StoredTensor], device: torch.device, dtype: torch
             blocks, scales = (read, other_read) if half == "blocks" else (other_read, read)
             experts, rows, groups = (shape if half == "scales" else other_shape)[:3]
             reader = _gate_up_of_blocks if matrix.endswith("gate_up_proj") else _down_of_blocks
-            whole = (experts, rows, groups * _BLOCK)
-            yield ModelTensor(matrix, whole, partial(reader, numbers, blocks, scales, rows // 2))
+            kept = partial(reader, blocks, scales, rows // 2)
+            shape = experts, rows, groups * _BLOCK
+            yield ModelTensor(matrix, shape, partial(multiplied_out, kept, device, dtype), mxfp4=kept)
         elif name.endswith(".mlp.experts.gate_up_proj"):
             experts, hidden, rows = shape
             yield ModelTensor(name, (experts, rows, hidden), partial(_gate_up, read, rows // 2))
@@ -74,6 +72,11 @@ def dequantized(blocks: torch.Tensor, scales: torch.Tensor, device: torch.device
     return out
 
 
+def multiplied_out(kept: ReadMxfp4, device: torch.device, dtype: torch.dtype, dim: int, part: range) -> torch.Tensor:
+    """The numbers of a part of a matrix in MXFP4, of `dtype` on `device`."""
+    return dequantized(*kept(dim, part), device, dtype)
+
+
 def _turns(part: range, size: int) -> tuple[range, int]:
     """Rows of gates and ups in turns that hold `part` of the rows with gates first, and which of each two they are."""
     second = int(part.start >= size)
@@ -104,30 +107,15 @@ def _down(read: Read, dim: int, part: range) -> torch.Tensor:
 
 
 def _gate_up_of_blocks(
-    numbers: _Numbers,
-    blocks: Read,
-    scales: Read,
-    size: int,
-    dim: int,
-    part: range,
-) -> torch.Tensor:
+    blocks: Read, scales: Read, size: int, dim: int, part: range
+) -> tuple[torch.Tensor, torch.Tensor]:
     if dim == 0:
-        return _apart(numbers(blocks(0, part), scales(0, part)), 1)
+        return _apart(blocks(0, part), 1), _apart(scales(0, part), 1)
     rows, second = _turns(part, size)
-    return numbers(blocks(1, rows)[:, second::2], scales(1, rows)[:, second::2])
+    return blocks(1, rows)[:, second::2], scales(1, rows)[:, second::2]
 
 
-def _down_of_blocks(
-    numbers: _Numbers,
-    blocks: Read,
-    scales: Read,
-    _: int,
-    dim: int,
-    part: range,
-) -> torch.Tensor:
-    if dim == 0:
-        return numbers(blocks(0, part), scales(0, part))
-    groups = range(part.start // _BLOCK, -(-part.stop // _BLOCK))
-    whole = numbers(blocks(2, groups), scales(2, groups))
-    first = groups.start * _BLOCK
-    return whole[:, :, part.start - first : part.stop - first]
+def _down_of_blocks(blocks: Read, scales: Read, _: int, dim: int, part: range) -> tuple[torch.Tensor, torch.Tensor]:
+    if dim == 2:
+        part = range(part.start // _BLOCK, -(-part.stop // _BLOCK))
+    return blocks(dim, part), scales(dim, part)

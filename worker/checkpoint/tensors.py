@@ -20,6 +20,11 @@ ReadFp8 = Callable[[int, range], Fp8Weight]
 there is a scale for each."""
 
 
+ReadMxfp4 = Callable[[int, range], tuple[torch.Tensor, torch.Tensor]]
+"""Reads a part of a layer's experts along a dimension, in MXFP4: blocks, uint8 `[experts, rows, groups, 16]`, and the
+exponents of their scales, uint8 `[experts, rows, groups]`. The part has whole groups of columns."""
+
+
 class StoredTensor(NamedTuple):
     """A tensor as a file has it. `dtype` has the name that safetensors gives it, as `F8_E4M3`."""
 
@@ -34,9 +39,9 @@ class StoredTensor(NamedTuple):
 
 
 class ModelTensor(NamedTuple):
-    """A tensor as the model has it, whatever the format of its numbers. `read` gives floating-point numbers; `blocks`
-    and `fp8` give the format's own, if it can be kept. `has_groups`: whether scales in 8 bits are those of groups of
-    columns."""
+    """A tensor as the model has it, whatever the format of its numbers. `read` gives floating-point numbers; `blocks`,
+    `fp8` and `mxfp4` give the format's own, if it can be kept. `has_groups`: whether scales in 8 bits are those of
+    groups of columns."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,6 +49,7 @@ class ModelTensor(NamedTuple):
     blocks: ReadBlocks | None = None
     fp8: ReadFp8 | None = None
     has_groups: bool = False
+    mxfp4: ReadMxfp4 | None = None
 
 
 def cut(tensor: Any, dim: int, part: range) -> torch.Tensor:

@@ -202,6 +202,8 @@ def _guess(name: str, shard: Shard, config: WorkerConfig, device: str, rows: Pad
     }
     if whole.experts is not None:
         identity["experts"] = [whole.experts.count, whole.experts.routing.top_k, whole.experts.intermediate_size]
+    if whole.experts is not None and whole.experts.in_mxfp4:
+        identity["in_mxfp4"] = not config.dequantize
     if config.enable_expert_parallel:
         identity["enable_expert_parallel"] = True
     return CostModel(stage.seconds, identity, shard.stage, rows)

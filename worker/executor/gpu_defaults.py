@@ -73,6 +73,8 @@ def most_running(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) 
     `MOST_RUNNING`."""
     tokens = config.kv_tokens
     if tokens is None:
+        if config.dequantize and model.experts is not None:
+            model = replace(model, experts=replace(model.experts, in_mxfp4=False))
         device = replace(DEVICES["h200"], memory_bytes=float(memory_bytes))
         cut = [Shard(model, stage=stage, stages=config.pp, cut=config.cut).layers for stage in range(config.pp)]
         stages = make_stages(roofline_model("", model), device, config.pp, config.tp, cut=cut)

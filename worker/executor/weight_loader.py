@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from kernels.experts.mxfp4_weight import Mxfp4Weight
 from kernels.linear.any_linear import AnyWeight
 from kernels.linear.fp8_format import GROUP
 from kernels.linear.fp8_linear import Fp8Weight, multiplies, quantize
@@ -15,6 +16,7 @@ from worker.checkpoint.block_parameters import BlockParameters
 from worker.checkpoint.destinations import Destination, TensorPiece, destinations
 from worker.checkpoint.formats import model_tensors
 from worker.checkpoint.fp8_parameters import Fp8Parameters
+from worker.checkpoint.mxfp4_parameters import Mxfp4Parameters
 from worker.checkpoint.random_tensors import random_tensors
 from worker.checkpoint.tensor_names import full_name, is_elsewhere, is_ignored
 from worker.checkpoint.tensors import ModelTensor
@@ -25,16 +27,16 @@ from worker.models.sharding import Shard
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded so far, number of tensors) after each tensor."""
 
-Parameters = dict[str, AnyWeight]
+Parameters = dict[str, AnyWeight | Mxfp4Weight]
 """Parameters by name, as `parameter_shapes` names them."""
 
-Kept = Literal["numbers", "blocks", "fp8"]
+Kept = Literal["numbers", "blocks", "fp8", "mxfp4"]
 """How a parameter is in memory: in floating point, or as its format has it."""
 
 _FLOAT32 = (".choice_bias", ".sinks", ".decay_log", ".decay_bias", ".step_bias", ".skip", ".expert_scales")
 _QUANTIZED = ("qkv", "q_b", "out", "gate_up", "down")  # matrices of the layers: nearly all of a model's weights
 _EXPERTS = ("experts_gate_up", "experts_down")
-_EXPERT_DEVICES = ("cuda",)  # devices that multiply with experts in 8 bits
+_EXPERT_DEVICES = ("cuda",)  # devices that multiply with experts in 4 and 8 bits
 _IN_BLOCKS = (*_QUANTIZED, "embedding", "head")
 
 
@@ -92,7 +94,8 @@ def _matched(
     config = shard.whole
     if load_format == "dummy":
         wanted = destinations(shard, stacked=True)
-        return wanted, list(random_tensors(wanted, config.gemma_norms, device, dtype))
+        in_mxfp4 = config.experts is not None and config.experts.in_mxfp4
+        return wanted, list(random_tensors(wanted, config.gemma_norms, in_mxfp4, device, dtype))
     found = [tensor._replace(name=full_name(tensor.name)) for tensor in model_tensors(model, config, device, dtype)]
     of_all = (".mlp.experts.gate_up_proj", ".mlp.experts.up_proj")
     wanted = destinations(shard, any(name in tensor.name for tensor in found for name in of_all))
@@ -120,7 +123,9 @@ def _kept_formats(
         return frozenset()
     if device.type == "cpu":
         return frozenset(("blocks",)) if quantization is None else frozenset(("fp8",))
-    return frozenset(("fp8",)) if dtype == torch.bfloat16 else frozenset()
+    if dtype != torch.bfloat16:
+        return frozenset()
+    return frozenset(("fp8", "mxfp4") if torch.cuda.get_device_capability(device) >= (8, 0) else ("fp8",))
 
 
 def _kept(
@@ -145,6 +150,8 @@ def _kept(
             own = "fp8" if multiplies(device, shapes[name], tensor.has_groups) else "numbers"
         elif "fp8" in formats and tensor.fp8 is not None and last in _EXPERTS:
             own = "fp8" if device.type in _EXPERT_DEVICES else "numbers"
+        elif "mxfp4" in formats and tensor.mxfp4 is not None and device.type in _EXPERT_DEVICES:
+            own = "mxfp4"
         if own == "fp8" and tensor.has_groups and _cuts_groups(wanted[tensor.name]):
             own = "numbers"
         kept[name] = own if kept.get(name, own) == own else "numbers"
@@ -176,6 +183,7 @@ class _Loading:
         self._config, self._is_whole = shard.whole, shard.size == 1
         self._device, self._dtype, self._shapes, self._kept = device, dtype, shapes, kept
         self._blocks, self._fp8 = BlockParameters(shapes), Fp8Parameters(shapes, device)
+        self._mxfp4 = Mxfp4Parameters(shapes, device)
         self._numbers: dict[str, torch.Tensor] = {}
 
     def add(self, tensor: ModelTensor, destination: Destination) -> None:
@@ -192,6 +200,9 @@ class _Loading:
             elif kept == "fp8":
                 assert tensor.fp8 is not None
                 self._fp8.add(name, tensor.fp8, dim, piece.first, piece.kept, piece.row_order, destination.expert)
+            elif kept == "mxfp4":
+                assert tensor.mxfp4 is not None
+                self._mxfp4.add(name, tensor.mxfp4, dim, piece.first, piece.kept)
             else:
                 whole = self._numbers[name]
                 _copy(tensor, dim, piece, whole if destination.expert is None else whole[destination.expert])
@@ -203,6 +214,8 @@ class _Loading:
             self.parameters[name] = self._blocks.finish(name, self._dtype)
         elif self._kept[name] == "fp8":
             self.parameters[name] = self._fp8.finish(name)
+        elif self._kept[name] == "mxfp4":
+            self.parameters[name] = self._mxfp4.finish(name)
         else:
             numbers = self._numbers.pop(name)
             if self._config.gemma_norms and is_norm(name):

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from kernels.experts.choice import Routing
+from kernels.experts.mxfp4_weight import GROUP
 from kernels.ops.activation import ClampedSwiGLU
 from worker.models.dense_families import (
     cohere2,
@@ -309,6 +310,8 @@ def gpt_oss(hf: HfConfig) -> dict[str, Any]:
         has_product_biases=True,
         # Published configurations, and older versions of transformers, lack alpha.
         activation=ClampedSwiGLU(hf.swiglu_limit, getattr(hf, "swiglu_alpha", 1.702)),
+        unit=GROUP,
+        in_mxfp4=(getattr(hf, "quantization_config", None) or {}).get("quant_method") == "mxfp4",
     )
     return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "has_sinks": True, "experts": experts}
 

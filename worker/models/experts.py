@@ -7,10 +7,11 @@ import torch
 
 from kernels.experts.choice import Routing
 from kernels.experts.experts import Experts
+from kernels.experts.mxfp4_weight import BYTES as MXFP4_BYTES
 from kernels.experts.routing import route
 from kernels.experts.tiles import EACH_PAIR
+from kernels.experts.weights import ExpertWeight
 from kernels.linear.any_linear import AnyLinear
-from kernels.linear.fp8_linear import Fp8Weight
 from kernels.linear.linear import Linear
 from kernels.ops.activation import ClampedSwiGLU
 from kernels.ops.norm import rms_norm
@@ -33,6 +34,8 @@ class ExpertsConfig:
     | `activation` | the experts' own; None for that of the MLPs |
     | `is_beside_mlp` | the layer has an MLP too, of `shared_size`, with norms of its own (`ExpertsBesideMLP`) |
     | `scales_inputs` | with one expert a token: its weight multiplies the expert's input, in place of its output |
+    | `unit` | a rank's part of `intermediate_size` is a multiple of it, with padding |
+    | `in_mxfp4` | the checkpoint has the experts' matrices in MXFP4, 4.25 bits a weight |
     | `latent_size` | of latents between two products, which the experts read and write; None: the hidden states |
     | `held` | with expert parallelism, the numbers of the experts that the rank holds, each whole; None: all experts |
 
@@ -50,8 +53,15 @@ class ExpertsConfig:
     activation: ClampedSwiGLU | None = None
     is_beside_mlp: bool = False
     scales_inputs: bool = False
+    unit: int = 1
+    in_mxfp4: bool = False
     latent_size: int | None = None
     held: range | None = None
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight."""
+        return MXFP4_BYTES if self.in_mxfp4 else 2.0
 
     @property
     def own(self) -> range:
@@ -194,9 +204,7 @@ class WithShared(NamedTuple):
     router: Linear
 
 
-def with_shared(
-    gate_up: torch.Tensor | Fp8Weight, down: torch.Tensor | Fp8Weight, shared: SharedExperts, router: Linear
-) -> WithShared | None:
+def with_shared(gate_up: ExpertWeight, down: ExpertWeight, shared: SharedExperts, router: Linear) -> WithShared | None:
     """The weights of the experts, `[experts, 2 * size, hidden_size]`, or `[experts, size, hidden_size]` without a gate,
     and `[experts, hidden_size, size]`, followed by those of the shared experts, cut into experts of the same size. None
     where a rank has a part of the experts, or dtypes or sizes differ.

@@ -41,6 +41,7 @@ def _layer_spec(config: DecoderConfig, index: int) -> LayerSpec:
         experts=experts.count,
         chosen=experts.routing.top_k,
         expert_weights=products * (experts.latent_size or hidden) * experts.intermediate_size,
+        expert_bytes=experts.weight_bytes,
     )
 
 

@@ -214,7 +214,8 @@ class Shard:
         if self.expert_parallel:
             first, end = (experts.count * rank // self.size for rank in (self.rank, self.rank + 1))
             return replace(experts, shared_size=shared_size, held=range(first, end))
-        return replace(experts, intermediate_size=_share(experts.intermediate_size, self.size), shared_size=shared_size)
+        size = _share(_share(experts.intermediate_size, self.size), experts.unit) * experts.unit
+        return replace(experts, intermediate_size=size, shared_size=shared_size)
 
     @property
     def vocabulary(self) -> range:

@@ -33,6 +33,9 @@ def test_only_what_a_step_needs_is_read() -> None:
     assert with_windows.decode_tok_s(job) > tiny.decode_tok_s(job)
     sparse = floors.of_shape("gpt-oss-20b")
     assert sparse._experts_used(1) == 4 / 32 and 0.98 < sparse._experts_used(32) < 1
+    in_mxfp4 = floors.of_shape("gpt-oss-20b-mxfp4")
+    saved = 4 * 3 * 2880**2 * 24 * (2 - 4.25 / 8) / in_mxfp4.device.bytes_per_s
+    assert sparse._step_s(np.ones(1)) - in_mxfp4._step_s(np.ones(1)) == pytest.approx(saved, rel=1e-3)
 
 
 def test_recurrent_states_are_read_and_written() -> None:

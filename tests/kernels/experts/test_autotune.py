@@ -10,6 +10,7 @@ import torch
 from kernels.experts import autotune as module
 from kernels.experts.autotune import TileCache, autotune, token_counts
 from kernels.experts.experts import Experts
+from kernels.experts.mxfp4_weight import Mxfp4Weight
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile, TunedTiles, default_tiles
 from kernels.experts.weights import ExpertWeights
 from kernels.ops.activation import silu_and_mul
@@ -59,6 +60,16 @@ def test_the_fastest_tiles_are_taken_and_kept(layers: list[Experts], timed: list
     timed.clear()
     assert autotune(layers, 2, 256, tmp_path, times) == found and timed == []
     assert autotune(layers, 2, 512, tmp_path, times).keys() - found.keys() == {512} and timed
+
+
+def test_weights_in_mxfp4_have_tiles_of_their_own(timed: list[ExpertTiles], tmp_path: Path) -> None:
+    words = torch.zeros(4, 1, 32, 16, dtype=torch.int32)
+    weight = Mxfp4Weight(words, words[..., 0])
+    layers = [Experts(weight, weight, silu_and_mul)]
+    found = autotune(layers, 2, 64, tmp_path, times)
+    assert {tiles.gate_up.depth for tiles in timed} == {128} and found[64].tiles.rows == 32
+    (file,) = tmp_path.glob("*.json")
+    assert file.name.endswith("_4x32x16_top2_mxfp4.json")
 
 
 def test_time_runs_out(layers: list[Experts], timed: list[ExpertTiles], caplog: pytest.LogCaptureFixture) -> None:

@@ -8,9 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kernels.experts.mxfp4_weight import Mxfp4Weight, multiplied_out
 from tests.worker.conftest import COMMON, TINY, make_tiny
-from tests.worker.executor.test_weight_loader import load
+from tests.worker.executor.test_weight_loader import CPU, load
 from worker.checkpoint.gpt_oss_experts import dequantized
+from worker.executor import weight_loader
+from worker.executor.weight_loader import load_weights
+from worker.models.config import decoder_config, read_config
+from worker.models.sharding import Shard
 
 GPT_OSS = TINY["gpt_oss"][1]
 EXPERTS, HIDDEN, SIZE = GPT_OSS["num_local_experts"], 64, 96
@@ -34,7 +39,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _, columns, rows = tensor.shape
         blocks = torch.randint(0, 256, (EXPERTS, rows, columns // 32, 16), dtype=torch.uint8)
         files["a.safetensors"][f"{name}_blocks"] = blocks
-        files["b.safetensors"][f"{name}_scales"] = torch.randint(110, 132, blocks.shape[:3], dtype=torch.uint8)
+        files["b.safetensors"][f"{name}_scales"] = torch.randint(110, 129, blocks.shape[:3], dtype=torch.uint8)
     for file, some in files.items():
         save_file(some, folder / file, {"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, some in files.items() for name in some}}
@@ -45,17 +50,54 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_same_numbers_as_transformers(published: Path, ranks: int, tmp_path: Path) -> None:
-    """A rank of two has half of each expert, which ends within a block."""
+@pytest.fixture(scope="module")
+def in_full(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in float32, by transformers."""
+    folder = tmp_path_factory.mktemp("float32")
     model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
-    model.save_pretrained(tmp_path, save_original_format=False)
-    assert SIZE // 2 % 32
+    model.save_pretrained(folder, save_original_format=False)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_same_numbers_as_transformers(published: Path, in_full: Path, ranks: int) -> None:
+    """The first rank of two has two thirds of each expert: whole blocks."""
     for rank in range(ranks):
-        got, wanted = load(published, rank, ranks), load(tmp_path, rank, ranks)
+        got, wanted = load(published, rank, ranks), load(in_full, rank, ranks)
         assert got.keys() == wanted.keys() and got["layers.0.experts_down"].std() > 0.01
         for name, tensor in wanted.items():
             assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize(("ranks", "expert_parallel"), [(1, False), (2, False), (2, True)])
+def test_kept_in_4_bits(
+    published: Path, in_full: Path, ranks: int, expert_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(weight_loader, "_EXPERT_DEVICES", ("cpu",))
+    monkeypatch.setattr(weight_loader, "_kept_formats", lambda *_: frozenset(("mxfp4",)))
+    whole = decoder_config(read_config(published))
+    for rank in range(ranks):
+        shard = Shard(whole, rank, ranks, expert_parallel=expert_parallel)
+        assert shard.config.experts.intermediate_size == (SIZE if ranks == 1 or expert_parallel else 64)
+        got, wanted = (load_weights(folder, shard, CPU, torch.float32) for folder in (published, in_full))
+        for name, tensor in wanted.items():
+            if ".experts_" in name and "bias" not in name:
+                kept = got[name]
+                assert isinstance(kept, Mxfp4Weight)
+                assert torch.equal(multiplied_out(kept, tensor.shape[2], name.endswith("gate_up")), tensor), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_random_weights_in_4_bits(published: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are those that are multiplied out, of the size of other random weights."""
+    wanted = load(published, rank, 2, "dummy")
+    monkeypatch.setattr(weight_loader, "_EXPERT_DEVICES", ("cpu",))
+    monkeypatch.setattr(weight_loader, "_kept_formats", lambda *_: frozenset(("mxfp4",)))
+    got = load(published, rank, 2, "dummy")
+    for name, columns in (("layers.1.experts_gate_up", HIDDEN), ("layers.1.experts_down", 64)):
+        assert torch.equal(multiplied_out(got[name], columns, name.endswith("gate_up")), wanted[name])
+    assert 0.7 < wanted["layers.1.experts_gate_up"][:, :32].std() * HIDDEN**0.5 < 1.5
 
 
 def test_every_code() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,18 @@ def test_each_layer_has_the_matrices_of_the_decoder(name: str, config_of: Callab
             expected[0] += math.prod(shape)
     assert [layer.all_weights for layer in layer_specs(config)] == expected
     assert roofline_model("", config).all_weights == sum(expected)
+
+
+def test_experts_in_mxfp4_are_a_quarter(config_of: Callable[[str], DecoderConfig]) -> None:
+    """Of what a step reads, not of what it multiplies. So more sequences fit next to them."""
+    plain = config_of("gpt_oss")
+    assert plain.experts is not None
+    packed = replace(plain, experts=replace(plain.experts, in_mxfp4=True))
+    own, other = layer_specs(packed)[0], layer_specs(plain)[0]
+    assert own.all_weights - own.weights == round((other.all_weights - other.weights) * 4.25 / 16)
+    assert own.multiplied == other.multiplied
+    stages = [StageSpec(roofline_model("", config), H200, config.num_layers) for config in (packed, plain)]
+    assert stages[0].kv_tokens(0.5, 0.0) > stages[1].kv_tokens(0.5, 0.0)
 
 
 @pytest.mark.parametrize("name", TINY)
