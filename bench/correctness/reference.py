@@ -222,6 +222,8 @@ class Reference:
         # Eager, since some versions leave out soft caps in other implementations, and say nothing.
         class_ = families.model_class(AutoConfig.from_pretrained(folder).model_type)
         model = class_.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        if dtype == torch.float32:
+            model = model.float()  # numbers in MXFP4 stay in bfloat16 in some versions
         self.model = model.to(device).eval()
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
