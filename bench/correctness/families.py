@@ -243,7 +243,7 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
     """With windows or chunks, the models with experts among them too."""
     window = {"sliding_window": sizes.window}
     gemma = window | {"tie_word_embeddings": True, "query_pre_attn_scalar": sizes.query_scale}
-    swash = window | _granite(sizes) | {"layer_rope_theta": [1e4, 0, 1e5, 1e5]}
+    swash = window | _granite(sizes) | {"layer_rope_theta": [1e4, 0, 1e5]}
     gemma4 = window | {
         "tie_word_embeddings": True,
         "layer_types": SLIDING,
@@ -298,7 +298,7 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             window
             | {"num_hidden_layers": 2, "layer_types": SLIDING[:2], "logit_scale": 0.3, "tie_word_embeddings": True},
         ),
-        "granite_swa": ("granite_swa", swash | {"layer_types": SLIDING}),
+        "granite_swa": ("granite_swa", swash | {"num_hidden_layers": 3, "layer_types": SLIDING[:3]}),
         "granitemoe_swa": (
             "granitemoe_swa",
             swash
