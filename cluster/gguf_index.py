@@ -31,13 +31,13 @@ def write(path: Path, config: Any, folder: Path) -> None:
 
     reader = gguf.GGUFReader(str(path))
     architecture = str(reader.fields["general.architecture"].contents())
+    unlike = f"{path.name} has a {architecture} model, whose matrices cannot be kept as they are: {_ADVICE}"
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
     try:
         with torch.device("meta"):
             names = get_gguf_hf_weights_map(AutoModelForCausalLM.from_config(config), processor)
     except NotImplementedError:  # transformers reads it in another way
-        what = f"{path.name} has a {architecture} model, whose matrices cannot be kept as they are"
-        raise ValueError(f"{what}: {_ADVICE}") from None
+        raise ValueError(unlike) from None
     _check(path, reader.tensors)
     index = Index({}, [])
     others: dict[str, torch.Tensor] = {}
@@ -48,7 +48,10 @@ def write(path: Path, config: Any, folder: Path) -> None:
         if kind not in _PLAIN:
             columns, rows = (int(size) for size in tensor.shape)
             own_rows = np.arange(rows)
-            order = processor.process(own_rows[:, None], tensor.name).weights[:, 0]
+            ordered = processor.process(own_rows[:, None], tensor.name).weights
+            if ordered.shape != (rows, 1):  # the model has the transposed matrix
+                raise ValueError(unlike)
+            order = ordered[:, 0]
             number = None if np.array_equal(order, own_rows) else _number(index.orders, order.tolist())
             index.matrices[names[tensor.name]] = Matrix(kind, (rows, columns), int(tensor.data_offset), number)
             continue

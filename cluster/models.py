@@ -139,7 +139,8 @@ def context_length(folder: Path) -> int | None:
     """The longest sequence that the model of a folder was made for, in tokens, without reading anything but
     config.json; None if that does not say."""
     config = model_config(folder)
-    value = config.get("text_config", config).get("max_position_embeddings")
+    said = config.get("text_config", config)
+    value = said.get("max_position_embeddings", said.get("n_positions"))
     return value if isinstance(value, int) else None
 
 

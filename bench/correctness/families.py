@@ -202,6 +202,7 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             ),
         ),
         "nemotron": ("nemotron", {"mlp_bias": True} | _rope("default", partial_rotary_factor=0.5)),
+        "jais2": ("jais2", _TWO_LAYERS),
         "qwen2": ("qwen2", {}),
         "qwen3": ("qwen3", {}),
         "seed_oss": ("seed_oss", _TWO_LAYERS | {"attention_out_bias": True, "mlp_bias": True}),
@@ -210,6 +211,10 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "granite": ("granite", _granite(sizes) | {"attention_bias": True}),
         "hyperclovax": ("hyperclovax", _TWO_LAYERS | _granite(sizes) | {"residual_multiplier": 1.0}),
         "olmo2": ("olmo2", {}),
+        "phi": ("phi", _TWO_LAYERS),
+        "gpt2": ("gpt2", _TWO_LAYERS | {"n_inner": sizes.inner, "tie_word_embeddings": True}),
+        "gpt_neox": ("gpt_neox", _TWO_LAYERS | _rope("default", partial_rotary_factor=0.5)),
+        "cohere": ("cohere", _TWO_LAYERS | {"attention_bias": True, "logit_scale": 0.3, "tie_word_embeddings": True}),
         "phi3": ("phi3", {"sliding_window": None}),
         "phi3_partial": ("phi3", _rope("default", partial_rotary_factor=0.5)),
         "phi3_longrope": (
@@ -238,6 +243,7 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
     """With windows or chunks, the models with experts among them too."""
     window = {"sliding_window": sizes.window}
     gemma = window | {"tie_word_embeddings": True, "query_pre_attn_scalar": sizes.query_scale}
+    swash = window | _granite(sizes) | {"layer_rope_theta": [1e4, 0, 1e5]}
     gemma4 = window | {
         "tie_word_embeddings": True,
         "layer_types": SLIDING,
@@ -287,11 +293,39 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             },
         ),
         "olmo3": ("olmo3", window),
+        "cohere2": (
+            "cohere2",
+            window
+            | {"num_hidden_layers": 2, "layer_types": SLIDING[:2], "logit_scale": 0.3, "tie_word_embeddings": True},
+        ),
+        "granite_swa": ("granite_swa", swash | {"num_hidden_layers": 3, "layer_types": SLIDING[:3]}),
+        "granitemoe_swa": (
+            "granitemoe_swa",
+            swash
+            | {"num_hidden_layers": 2, "layer_types": SLIDING[:2], "layer_rope_theta": [1e4, 1e5]}
+            | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": sizes.shared},
+        ),
         "cwm": ("cwm", window | {"layer_types": SLIDING} | _LLAMA3),
+        "cohere2_moe": (
+            "cohere2_moe",
+            window
+            | {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"], "rms_norm_eps": 1e-5}
+            | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "logit_scale": 0.3}
+            | {"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2, "expert_selection_fn": "sigmoid"}
+            | {"intermediate_size": sizes.expert, "prefix_dense_intermediate_size": sizes.inner},
+        ),
         "exaone4": ("exaone4", window | {"layer_types": SLIDING}),
         "exaone_moe": (
             "exaone_moe",
             window | {"layer_types": SLIDING} | _experts(sizes) | {"num_shared_experts": 2, "first_k_dense_replace": 1},
+        ),
+        "laguna_moe": (
+            "laguna",
+            window
+            | _experts(sizes)
+            | {"layer_types": SLIDING[:2], "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+            | {"num_attention_heads_per_layer": [sizes.heads + 2, sizes.heads], "moe_routed_scaling_factor": 1.8}
+            | {"shared_expert_intermediate_size": sizes.shared, "head_dim": sizes.wide_head},
         ),
         "afmoe": (
             "afmoe",
@@ -456,6 +490,18 @@ def _latent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
     yarn = _rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.9)
     unlike = {"topk_method": "group_limited_greedy", "norm_topk_prob": False, "q_lora_rank": None}
     return {
+        "minicpm3": (
+            "minicpm3",
+            _TWO_LAYERS
+            | latent
+            | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": sizes.hidden // 3, "tie_word_embeddings": True}
+            | _rope(
+                "longrope",
+                original_max_position_embeddings=sizes.positions,
+                short_factor=_repeated([1.0, 1.1, 1.3, 2.0], rotated // 2),
+                long_factor=_repeated([1.1, 2.5, 7.0], rotated // 2),
+            ),
+        ),
         "deepseek_v2_moe": ("deepseek_v2", latent | _sigmoid(sizes) | unlike | yarn),
         "deepseek_v3_moe": ("deepseek_v3", latent | _sigmoid(sizes) | yarn),
         "mistral4_moe": (
@@ -521,6 +567,24 @@ def _recurrent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             "bamba",
             mamba | {"mamba_n_groups": sizes.mamba_groups[1], "mamba_conv_bias": False, "attn_layer_indices": [1]},
         ),
+        "falcon_h1": (
+            "falcon_h1",
+            _TWO_LAYERS
+            | mamba
+            | {
+                "mamba_d_ssm": sizes.mamba[1] * sizes.mamba[2],
+                "mamba_n_groups": sizes.mamba_groups[0],
+                "embedding_multiplier": 5.7,
+                "lm_head_multiplier": 0.3,
+                "key_multiplier": 0.4,
+                "attention_in_multiplier": 1.1,
+                "attention_out_multiplier": 0.9,
+                "ssm_multipliers": [0.35, 0.25, 0.5, 0.6, 0.7],
+                "ssm_in_multiplier": 1.25,
+                "ssm_out_multiplier": 0.3,
+                "mlp_multipliers": [0.9, 0.6],
+            },
+        ),
         "nemotron_h": ("nemotron_h", _nemotron_h(sizes, "M-*-M--")),
         "nemotron_h_moe": ("nemotron_h", _nemotron_h_moe(sizes, "EM*EM-E")),
         "nemotron_h_latent_moe": (
@@ -531,6 +595,11 @@ def _recurrent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             "lfm2",
             {"full_attn_idxs": [1], "conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": True}
             | {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.1, "block_multiple_of": 16},
+        ),
+        "lfm3": (
+            "lfm3",
+            {"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3}
+            | {"sliding_window": sizes.window},
         ),
         "lfm2_moe": (
             "lfm2_moe",

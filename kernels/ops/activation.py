@@ -48,6 +48,11 @@ def gelu_tanh(up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tens
     return F.gelu(up if added is None else up + added, approximate="tanh")
 
 
+def gelu(up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns `gelu(up)`, `[..., n]` both, in its exact form. With `added`, up is the sum of both tensors."""
+    return F.gelu(up if added is None else up + added)
+
+
 @dataclass(frozen=True)
 class ClampedSwiGLU:
     """gpt-oss's gated activation, `(up + 1) * gate * sigmoid(alpha * gate)`, of gates up to `limit` and ups between

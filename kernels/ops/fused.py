@@ -88,7 +88,8 @@ def rotate_and_store(
 
     Without `has_kv` there are queries alone, and `pages` are not written.
 
-    qkv: contiguous `[n, at least (num_heads + 2 * num_kv_heads) * head_dim]`; what follows these in a row is not read.
+    qkv: `[n, at least (num_heads + 2 * num_kv_heads) * head_dim]`, rows at any stride; what follows these in a row is
+    not read.
     pages: `[2, num_pages, num_kv_heads, page_size, head_dim]`. positions, rows: int64 `[n]`.
     """
     num_kv_heads, page_size, head_dim = pages.shape[2:]
@@ -109,7 +110,7 @@ def rotate_and_store(
         qkv if q_norm is None else q_norm,
         k_norm if k_norm is not None else qkv if q_norm is None else q_norm,
         eps,
-        qkv.shape[1],
+        qkv.stride(0),
         num_heads,
         num_kv_heads,
         page_size,

@@ -20,10 +20,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def normalise(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
     """The `rms_norm` of x, `[n, size]`, with the weights `norm`, `[size]`; or its layer norm, with the weights and
-    biases `norm`, `[2, size]`. Either is computed in the dtype of `norm`, and has that of x."""
+    biases `norm`, `[2, size]`, or weights alone, `[1, size]`. Each is computed in the dtype of `norm`, and has that of
+    x."""
     if norm.ndim == 1:
         return rms_norm(x, norm, eps)
-    return F.layer_norm(x.to(norm.dtype), norm.shape[1:], norm[0], norm[1], eps).to(x.dtype)
+    biases = norm[1] if len(norm) > 1 else None
+    return F.layer_norm(x.to(norm.dtype), norm.shape[1:], norm[0], biases, eps).to(x.dtype)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

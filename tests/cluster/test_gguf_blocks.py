@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3_5TextConfig
+from transformers import GPT2Config, Qwen3_5TextConfig
 
 from cluster import gguf_index
 from cluster.convert import convert
@@ -148,6 +148,18 @@ def test_a_hybrid_is_refused_by_name(tmp_path: Path) -> None:
     config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
     with pytest.raises(ValueError, match=r"tiny\.gguf has a qwen35 model.*dequantize"):
         gguf_index.write(tmp_path / "tiny.gguf", config, tmp_path)
+
+
+def test_matrices_that_the_model_has_transposed_are_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "gpt2")
+    blocks = gguf.quantize(np.ones((96, 32), dtype=np.float32), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("blk.0.attn_qkv.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"tiny\.gguf has a gpt2 model.*dequantize"):
+        gguf_index.write(tmp_path / "tiny.gguf", GPT2Config(n_embd=32, n_layer=1, n_head=2), tmp_path)
 
 
 @pytest.mark.parametrize("kept", ["nothing", "float32"])

@@ -319,6 +319,12 @@ def test_a_cache_that_cannot_be_written_is_said_with_what_helps(
         pull(NAME, dequantize=True)
 
 
+def test_the_longest_context_by_either_name(tmp_path: Path) -> None:
+    for said, length in (({"max_position_embeddings": 64}, 64), ({"n_positions": 32}, 32), ({}, None)):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        assert models.context_length(tmp_path) == length
+
+
 def test_paths_stand_for_themselves(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

@@ -113,7 +113,7 @@ class AdapterLayout:
         a, b = matrices[to.parameter]
         scaled = both["B"].float() * scale
         if to.dim == 1:
-            b.copy_(scaled)
+            b.copy_(scaled * to.pieces[0].factor)
             for piece in to.pieces:
                 kept = both["A"][:, piece.kept.start : piece.kept.stop]
                 a[part, :, piece.first : piece.first + len(piece.kept)] = kept.to(dtype)
@@ -123,12 +123,13 @@ class AdapterLayout:
             rows = scaled[piece.kept.start : piece.kept.stop]
             if piece.row_order is not None:
                 rows = rows[piece.row_order]
-            b[piece.first : piece.first + len(piece.kept)] = rows.to(dtype)
+            b[piece.first : piece.first + len(piece.kept)] = (rows * piece.factor).to(dtype)
 
 
 def _adaptable(shard: Shard) -> dict[str, Destination]:
     """The layers of a checkpoint that adapters may change, by their names, with their destinations on a rank."""
     config = shard.config
+    has_both = config.recurrent is not None and config.recurrent.alongside_attention
     modules = {}
     for tensor, to in destinations(shard, stacked=True).items():
         name = to.parameter.rpartition(".")[2]
@@ -136,7 +137,8 @@ def _adaptable(shard: Shard) -> dict[str, Destination]:
             continue
         index = int(to.parameter.split(".")[1])
         if name in ("qkv", "out"):
-            is_adaptable = config.latent is None
+            # Of two matrices in one `out`, adapters may change attention's: its outputs have one B.
+            is_adaptable = config.latent is None and not (name == "out" and has_both and ".self_attn." not in tensor)
         else:
             is_adaptable = config.experts_of(index) is None
         if is_adaptable:

@@ -16,10 +16,11 @@ from worker.models.recurrent_layer import RecurrentConfig
 from worker.models.sharding import Shard
 from worker.models.short_convolution import ShortConvolutionConfig
 
-_FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
+_FUSED_QKV = ("phi3", "gpt2")  # families with one tensor for queries, keys and values
+_FUSED_BY_HEAD = ("gpt_neox",)  # and with one in which those of each head follow each other
 # And with one for gates and ups.
-_FUSED_GATE_UP = ("phi3", "glm", "glm4", "glm4v_text", "granitemoeshared", "granitemoehybrid")
-_OWN_GATES = ("afmoe",)  # with gates of heads apart from the queries
+_FUSED_GATE_UP = ("phi3", "glm", "glm4", "glm4v_text", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
+_OWN_GATES = ("afmoe", "laguna", "lfm3")  # with gates of heads apart from the queries
 _MLPS = {"granitemoehybrid": "mlp.shared_experts"}  # names of MLPs of layers without experts
 _SANDWICH_NORMS = {
     "input_layernorm": "input_norm",
@@ -33,6 +34,7 @@ _GLM4_NORMS = {
     "post_attention_layernorm": "mlp_norm",
     "post_mlp_layernorm": "mlp_out_norm",
 }
+_BAMBA_NORMS = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
 _LFM2_NORMS = {"operator_norm": "input_norm", "ffn_norm": "mlp_norm"}
 _NORMS = {  # of families that have other names
     "glm4": _GLM4_NORMS,
@@ -49,9 +51,11 @@ _NORMS = {  # of families that have other names
         "post_attention_layernorm": "mlp_norm",
         "post_norm2": "mlp_out_norm",
     },
-    "bamba": {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"},
+    "bamba": _BAMBA_NORMS,
+    "falcon_h1": _BAMBA_NORMS,
     "lfm2": _LFM2_NORMS,
     "lfm2_moe": _LFM2_NORMS,
+    "lfm3": _LFM2_NORMS | {"post_operator_norm": "attention_out_norm", "post_ffn_norm": "mlp_out_norm"},
 }
 _NORMS_BESIDE_MLP = {
     "mlp.gate.scale": "router_norm",
@@ -62,12 +66,13 @@ _NORMS_BESIDE_MLP = {
 
 
 class TensorPiece(NamedTuple):
-    """The elements `kept` of a checkpoint's tensor along a dimension, which a parameter has from `first` on. `order` is
-    that of `Rope.order` if they are heads, whose dimensions are rearranged."""
+    """The elements `kept` of a checkpoint's tensor along a dimension, which a parameter has from `first` on, multiplied
+    by `factor`. `order` is that of `Rope.order` if they are heads, whose dimensions are rearranged."""
 
     first: int
     kept: range
     order: tuple[int, ...] | None = None
+    factor: float = 1.0
 
     @property
     def row_order(self) -> torch.Tensor | None:
@@ -97,6 +102,7 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     destinations = {
         "model.embed_tokens.weight": _whole("embedding", vocabulary, shard.vocabulary),
         **_norm_destination("model.norm", "norm", shard.whole),
+        "model.embed_positions.weight": _whole("positions", (shard.whole.learned_positions, hidden)),
         "lm_head.weight": _whole("head", vocabulary, shard.vocabulary),
         "lm_head.bias": _whole("head_bias", vocabulary[:1], shard.vocabulary),
     }
@@ -117,6 +123,12 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
             layer |= _mlp_destinations(part, name, part.whole.intermediate_size, part.intermediate)
         else:
             layer |= _expert_destinations(shard, stacked)
+        for tensor, factors in shard.whole.weight_factors.items():
+            if tensor not in layer:  # of a layer of another kind
+                continue
+            own_pieces = zip(layer[tensor].pieces, factors, strict=True)
+            pieces = tuple(piece._replace(factor=factor) for piece, factor in own_pieces)
+            layer[tensor] = layer[tensor]._replace(pieces=pieces)
         for tensor, destination in layer.items():
             destinations[f"model.layers.{index}.{tensor}"] = destination._replace(
                 parameter=f"layers.{own}.{destination.parameter}"
@@ -125,10 +137,13 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
 
 
 def _attention_destinations(shard: Shard, index: int) -> dict[str, Destination]:
-    """Destinations of the tensors of the attention of layer `index`, or of what it has in place of one."""
+    """Destinations of the tensors of the attention of layer `index`, or of what it has in place of one or alongside."""
     recurrent, order = shard.whole.recurrent, shard.whole.ropes[index].order
     if recurrent is not None and recurrent.layers[index]:
-        return _recurrent_destinations(shard, recurrent)
+        states = _recurrent_destinations(shard, recurrent)
+        if not recurrent.alongside_attention:
+            return states
+        return _head_destinations(shard, order) | _behind_heads(states, shard)
     return _head_destinations(shard, order) if shard.whole.latent is None else _latent_destinations(shard, order)
 
 
@@ -142,22 +157,31 @@ def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str,
     first_k = own.num_heads * size
     first_v = first_k + own.num_kv_heads * size
     destinations = _outward("self_attn.o_proj", "out", shard, q_rows, q)
-    if whole.model_type in _FUSED_QKV:
+    if whole.model_type in (*_FUSED_QKV, *_FUSED_BY_HEAD):
         k, v = (range(kv.start + rows, kv.stop + rows) for rows in (q_rows, q_rows + kv_rows))
-        all_pieces = TensorPiece(0, q, order), TensorPiece(first_k, k, order), TensorPiece(first_v, v)
+        all_pieces = [TensorPiece(0, q, order), TensorPiece(first_k, k, order), TensorPiece(first_v, v)]
+        if whole.model_type in _FUSED_BY_HEAD:
+            all_pieces = [
+                TensorPiece(piece.first + i * size, range(row, row + size), piece.order)
+                for i, head in enumerate(shard.heads)
+                for row, piece in zip(range(3 * head * size, 3 * (head + 1) * size, size), all_pieces, strict=True)
+            ]
         rows = q_rows + 2 * kv_rows
-        destinations["self_attn.qkv_proj.weight"] = Destination("qkv", (rows, hidden), 0, all_pieces)
+        destinations["self_attn.qkv_proj.weight"] = Destination("qkv", (rows, hidden), 0, tuple(all_pieces))
+        destinations["self_attn.qkv_proj.bias"] = Destination("qkv_bias", (rows,), 0, tuple(all_pieces))
     else:
         queries: tuple[TensorPiece, ...] = (TensorPiece(0, q, order),)
         first_gate = first_v + own.num_kv_heads * size
-        has_gates_in_queries = whole.output_gate and whole.model_type not in _OWN_GATES
+        has_gates_in_queries = whole.output_gate is not None and whole.model_type not in _OWN_GATES
         if has_gates_in_queries:  # the rows of each head's queries are followed by those of its gate
             parts = [(i * size, 2 * head * size) for i, head in enumerate(shard.heads)]
             queries = tuple(TensorPiece(to, range(row, row + size), order) for to, row in parts)
             queries += tuple(TensorPiece(first_gate + to, range(row + size, row + 2 * size)) for to, row in parts)
         products = [("self_attn.q_proj", (2 if has_gates_in_queries else 1) * q_rows, queries)]
-        if whole.output_gate and not has_gates_in_queries:
-            products.append(("self_attn.gate_proj", q_rows, (TensorPiece(first_gate, q),)))
+        if whole.output_gate is not None and not has_gates_in_queries:
+            is_per_head = whole.output_gate.is_per_head
+            rows, gates = (whole.num_heads, shard.heads) if is_per_head else (q_rows, q)
+            products.append(("self_attn.gate_proj", rows, (TensorPiece(first_gate, gates),)))
         keys, values = TensorPiece(first_k, kv, order), TensorPiece(first_v, kv)
         if whole.keys_are_values:
             products.append(("self_attn.k_proj", kv_rows, (keys, values)))
@@ -220,6 +244,16 @@ def _recurrent_destinations(shard: Shard, whole: RecurrentConfig) -> dict[str, D
     return {
         f"{prefix}.{name}": Destination(to.parameter, to.shape, to.dim, tuple(TensorPiece(*part) for part in to.parts))
         for name, to in tensors.items()
+    }
+
+
+def _behind_heads(states: dict[str, Destination], shard: Shard) -> dict[str, Destination]:
+    """Destinations of the tensors of recurrent states where attention has the first rows of `qkv` and the first columns
+    of `out`."""
+    before = {"qkv": shard.config.qkv_size, "out": shard.config.attended_size}
+    return {
+        name: to._replace(pieces=tuple(p._replace(first=p.first + before.get(to.parameter, 0)) for p in to.pieces))
+        for name, to in states.items()
     }
 
 
@@ -339,6 +373,8 @@ def _norm_destinations(config: DecoderConfig, index: int) -> dict[str, Destinati
         names = {"norm": "input_norm" if config.has_attention(index) else "mlp_norm"}
     elif config.model_type in _NORMS:
         names = _NORMS[config.model_type]
+    elif config.parallel == "one norm":
+        names = {"input_layernorm": "input_norm"}
     elif not config.pre_norms:
         names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     elif config.sandwich_norms:
@@ -356,7 +392,8 @@ def _norm_destination(tensor: str, parameter: str, config: DecoderConfig) -> dic
     weights = _whole(parameter, (config.hidden_size,))
     if not config.layer_norms:
         return {f"{tensor}.weight": weights}
-    return {f"{tensor}.weight": weights._replace(expert=0), f"{tensor}.bias": weights._replace(expert=1)}
+    rows = {f"{tensor}.weight": weights._replace(expert=0), f"{tensor}.bias": weights._replace(expert=1)}
+    return rows if config.norm_biases else {f"{tensor}.weight": rows[f"{tensor}.weight"]}
 
 
 def _whole(parameter: str, shape: tuple[int, ...], kept: range | None = None) -> Destination:

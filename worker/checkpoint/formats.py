@@ -10,6 +10,7 @@
 | GGUF | `gguf_file.py` | blocks of integers |
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 from worker.checkpoint import awq, compressed_tensors, fp8, gguf_file, gptq, turned_experts
 from worker.checkpoint.gpt_oss_experts import arranged
 from worker.checkpoint.safetensors_files import stored_tensors
-from worker.checkpoint.tensors import ModelTensor, StoredTensor
+from worker.checkpoint.tensors import ModelTensor, StoredTensor, transposed
 from worker.models.config import DecoderConfig, quantization_config, read_config
 from worker.models.quantization import Method, Quantization, quantization
 
@@ -44,6 +45,8 @@ def model_tensors(model: Path, config: DecoderConfig, device: torch.device, dtyp
     format_ = quantization(config.model_type, said)
     if config.model_type in turned_experts.FAMILIES and format_ is None:
         return list(turned_experts.arranged(stored, config.model_type, config.hidden_size))
+    if config.model_type == "gpt2" and format_ is None:
+        return list(_turned(stored))
     tensors = _plain(stored) if format_ is None else FORMATS[format_.method](stored, format_, device)
     return [*tensors, *_gguf(model)]
 
@@ -51,6 +54,15 @@ def model_tensors(model: Path, config: DecoderConfig, device: torch.device, dtyp
 def _plain(stored: list[StoredTensor]) -> Iterator[ModelTensor]:
     for tensor in stored:
         yield ModelTensor(tensor.name, tensor.shape, tensor.read)
+
+
+def _turned(stored: list[StoredTensor]) -> Iterator[ModelTensor]:
+    """The tensors of GPT-2, whose matrices of layers are `[in, out]`."""
+    for name, shape, _, read in stored:
+        if re.search(r"\.c_(attn|proj|fc)\.weight$", name):
+            yield ModelTensor(name, shape[::-1], transposed(read))
+        else:
+            yield ModelTensor(name, shape, read)
 
 
 def _gguf(model: Path) -> Iterator[ModelTensor]:

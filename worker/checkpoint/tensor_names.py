@@ -5,8 +5,8 @@ import re
 from worker.models.config import DecoderConfig
 from worker.models.sharding import Shard
 
-# The names of experts and MLPs in checkpoints, and those of `destinations`: Mixtral's, Granite's, Qwen2's, Ernie's and
-# StarCoder2's.
+# The names of experts and MLPs in checkpoints, and those of `destinations`: Mixtral's, Granite's, Qwen2's, Ernie's,
+# StarCoder2's and Phi's.
 _EXPERT_NAMES = (
     (re.compile(r"\.(block_sparse_moe|feed_forward)\."), ".mlp."),
     (re.compile(r"(layers\.\d+)\.(experts|router)\."), r"\1.mlp.\2."),
@@ -21,10 +21,10 @@ _EXPERT_NAMES = (
     (re.compile(r"\.shared_mlp\.output_linear\."), ".mlp.shared_experts.down_proj."),
     (re.compile(r"\.mlp\.gate\.wg\."), ".mlp.gate."),
     (re.compile(r"\.mlp\.shared_(expert|mlp)\."), ".mlp.shared_experts."),
-    (re.compile(r"\.mlp\.(e_score_correction_bias|expert_bias)$"), ".mlp.gate.e_score_correction_bias"),
+    (re.compile(r"\.mlp\.(?:experts\.)?(e_score_correction_bias|expert_bias)$"), ".mlp.gate.e_score_correction_bias"),
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
-    (re.compile(r"\.mlp\.c_fc\."), ".mlp.up_proj."),
-    (re.compile(r"\.mlp\.c_proj\."), ".mlp.down_proj."),
+    (re.compile(r"\.mlp\.(c_fc|fc1)\."), ".mlp.up_proj."),
+    (re.compile(r"\.mlp\.(c_proj|fc2)\."), ".mlp.down_proj."),
 )
 
 # Nemotron-H's names: a layer's one sublayer is its mixer, whatever it is.
@@ -37,12 +37,36 @@ _MIXER_NAMES = (
     (re.compile(r"\.mixer\."), ".mamba."),
 )
 
-# Those of LFM2's attention and MLPs and of Hunyuan's norms, and those of most families.
+# GPT-2's names, in files that begin with `transformer.` or do not, and GPT-NeoX's.
+_GPT2_NAMES = (
+    (re.compile(r"^(transformer\.)?wte\."), "model.embed_tokens."),
+    (re.compile(r"^(transformer\.)?wpe\."), "model.embed_positions."),
+    (re.compile(r"^(transformer\.)?ln_f\."), "model.norm."),
+    (re.compile(r"^(transformer\.)?h\."), "model.layers."),
+    (re.compile(r"\.ln_1\."), ".input_layernorm."),
+    (re.compile(r"\.ln_2\."), ".post_attention_layernorm."),
+    (re.compile(r"\.attn\.c_attn\."), ".self_attn.qkv_proj."),
+    (re.compile(r"\.attn\.c_proj\."), ".self_attn.o_proj."),
+    (re.compile(r"\.attn\."), ".self_attn."),
+)
+_NEOX_NAMES = (
+    (re.compile(r"^gpt_neox\."), "model."),
+    (re.compile(r"^embed_out\."), "lm_head."),
+    (re.compile(r"\bembed_in\."), "embed_tokens."),
+    (re.compile(r"\bfinal_layer_norm\."), "norm."),
+    (re.compile(r"\.attention\.query_key_value\."), ".self_attn.qkv_proj."),
+    (re.compile(r"\.attention\."), ".self_attn."),
+    (re.compile(r"\.dense_h_to_4h\."), ".up_proj."),
+    (re.compile(r"\.dense_4h_to_h\."), ".down_proj."),
+)
+
+# Those of LFM2's attention and MLPs, of attention of Phi and Laguna, of Hunyuan's norms, and those of most families.
 _LAYER_NAMES = (
     (re.compile(r"\.mlp\.w1\."), ".mlp.gate_proj."),
     (re.compile(r"\.mlp\.w3\."), ".mlp.up_proj."),
     (re.compile(r"\.mlp\.w2\."), ".mlp.down_proj."),
-    (re.compile(r"\.self_attn\.out_proj\."), ".self_attn.o_proj."),
+    (re.compile(r"\.self_attn\.(out_proj|dense)\."), ".self_attn.o_proj."),
+    (re.compile(r"\.self_attn\.g_proj\."), ".self_attn.gate_proj."),
     (re.compile(r"\.self_attn\.([qk])(?:uery|ey)?_layernorm\."), r".self_attn.\1_norm."),
 )
 
@@ -61,6 +85,12 @@ def full_name(name: str) -> str:
     if re.search(r"\.mixer\.|\bembeddings\.|\bnorm_f\.|^backbone\.", name):
         for pattern, new in _MIXER_NAMES:
             name = pattern.sub(new, name)
+    if re.search(r"^(transformer\.)?(wte|wpe|ln_f|h)\.", name):
+        for pattern, new in _GPT2_NAMES:
+            name = pattern.sub(new, name)
+    if re.search(r"^gpt_neox\.|^embed_out\.", name):
+        for pattern, new in _NEOX_NAMES:
+            name = pattern.sub(new, name)
     if re.search(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|experts|router)\.", name):
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)
@@ -72,14 +102,16 @@ def full_name(name: str) -> str:
 
 
 def is_ignored(name: str, config: DecoderConfig) -> bool:
-    """Whether a tensor is not needed: rotary frequencies, in old checkpoints; a second copy of tied embeddings; what a
-    model has for images, sounds and drafts; keys and values of layers that read others'."""
+    """Whether a tensor is not needed: rotary frequencies and masks, in old checkpoints; a second copy of tied
+    embeddings; what a model has for images, sounds and drafts; keys and values of layers that read others'."""
     if name.removeprefix("model.").startswith(_OF_MEDIA) or name.startswith("mtp."):
         return True
     of_kv = re.match(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.", name)
     if of_kv is not None and config.own_sizes is not None and int(of_kv[1]) < config.num_layers:
         return config.own_sizes[int(of_kv[1])].kv_before > 0
-    return bool(re.search(r"rotary_emb\.inv_freq$", name)) or (config.tied_embeddings and name == "lm_head.weight")
+    if re.search(r"\.rotary_emb\.inv_freq$|\.self_attn\.(masked_)?bias$", name):
+        return True
+    return config.tied_embeddings and name == "lm_head.weight"
 
 
 def is_elsewhere(name: str, shard: Shard) -> bool:
@@ -95,6 +127,6 @@ def is_elsewhere(name: str, shard: Shard) -> bool:
         return index < shard.whole.num_layers + shard.whole.extra_layers and index not in shard.layers
     if name == "model.embed_tokens.weight":
         return not shard.config.has_embedding
-    if name.startswith(("model.embed_tokens_per_layer.", "model.per_layer_")):
+    if name.startswith(("model.embed_positions.", "model.embed_tokens_per_layer.", "model.per_layer_")):
         return not shard.config.is_first
     return name.startswith(("model.norm.", "lm_head.")) and not shard.config.is_last

@@ -141,6 +141,9 @@ def _kept(
         name = wanted[tensor.name].parameter
         last = name.rpartition(".")[2]
         own: Kept = "numbers"
+        if any(piece.factor != 1.0 for piece in wanted[tensor.name].pieces):
+            kept[name] = own
+            continue
         if "blocks" in formats and tensor.blocks is not None and last in _IN_BLOCKS:
             own = "blocks"
         elif "fp8" in formats and tensor.fp8 is not None and last in _QUANTIZED:
@@ -234,6 +237,8 @@ def _copy(tensor: ModelTensor, dim: int, piece: TensorPiece, target: torch.Tenso
     part = tensor.read(dim, piece.kept)
     if (order := piece.row_order) is not None:
         part = part[order.to(part.device)]
+    if piece.factor != 1.0:
+        part = part.to(target.dtype) * piece.factor
     if target.device.type == "cuda" and part.device.type == "cpu":
         # All cores copy the file into pinned memory. The GPU fetches it from there while they go on.
         part = part.pin_memory()

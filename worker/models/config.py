@@ -4,7 +4,8 @@ import contextlib
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from worker.models.families import ARCHITECTURES
 from worker.models.family_rules import HfConfig, RopeRules
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
+from worker.models.output_gate import OutputGate
 from worker.models.quantization import quantization
 from worker.models.query_temperature import QueryTemperature
 from worker.models.recurrent_layer import RecurrentConfig
@@ -45,8 +47,10 @@ class DecoderConfig:
     | `keys_are_values` | values are the keys before norm and rotation (`of_layer`) |
     | `gemma_norms` | norms multiply, in float32, by one plus the stored weight |
     | `float32_norms` | norms multiply in float32 |
-    | `layer_norms` | norms subtract the mean and have biases |
+    | `layer_norms` | norms subtract the mean |
+    | `norm_biases` | such norms have biases |
     | `pre_norms` | attention and MLP read the hidden states through a norm |
+    | `parallel` | attention and MLP read the same hidden states, through a norm each, or both through one |
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
     | `gated_mlps` | MLPs and experts multiply the activation of a product, the gate, by another one; else they have one product before the last |
     | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together; or each head by itself and without weights, in layers that rotate. `after`: each head by itself, after rotation |
@@ -55,15 +59,17 @@ class DecoderConfig:
     | `qk_norm_sizes` | for `all`: number of elements of the queries, and of the keys, of all ranks |
     | `latent` | heads of multi-head latent attention; then there is one KV head, of `latent.row` elements |
     | `q_lora_rank` | with latent attention: rank of the queries' matrix if it is a product of two, or None |
-    | `output_gate` | each head's output is multiplied by the sigmoid of a gate, which the query's product gives |
+    | `output_gate` | outputs of heads are multiplied by gates, which the query's product gives |
     | `experts` | of the layers that have experts in place of an MLP |
-    | `recurrent` | of the layers that have recurrent states in place of attention |
+    | `recurrent` | of the layers that have recurrent states in place of attention, or alongside it |
     | `sublayers` | for each layer which one it has, where each has one: attention, or what is in its place, or an MLP or experts; None: both |
+    | `learned_positions` | positions that have a row of an embedding, which is added to that of the tokens; 0: none has |
     | `layer_inputs` | inputs of each layer besides the hidden states |
     | `layer_scales` | the output of each layer is multiplied by a number |
     | `has_sinks` | attention has sinks (`kernels.attention.interface.AttentionShape`) |
     | `head_bias` | the head has biases |
     | `logit_scale` | factor of all logits |
+    | `weight_factors` | factors of a layer's weights, which they have from loading on: by the checkpoint's name of the tensor, one for each of its pieces (`worker.checkpoint.destinations`) |
     | `extra_layers` | layers that a checkpoint has after the model's own, for training or drafts; they are not loaded |
     | `ranks` | number of ranks that share the layers (`worker.models.sharding`) |
     | `is_first` | the layers are the model's first, with the embedding before them |
@@ -82,7 +88,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    activation: Literal["silu", "gelu_tanh", "relu2"]
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"]
     context_length: int
     tied_embeddings: bool
     windows: tuple[int | None, ...]
@@ -103,7 +109,9 @@ class DecoderConfig:
     gemma_norms: bool = False
     float32_norms: bool = False
     layer_norms: bool = False
+    norm_biases: bool = True
     pre_norms: bool = True
+    parallel: Literal["two norms", "one norm"] | None = None
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
     attention_softcap: float | None = None
@@ -113,12 +121,14 @@ class DecoderConfig:
     logit_softcap: float | None = None
     latent: LatentHeads | None = None
     q_lora_rank: int | None = None
-    output_gate: bool = False
+    output_gate: OutputGate | None = None
     experts: ExpertsConfig | None = None
     recurrent: RecurrentConfig | None = None
     sublayers: tuple[Literal["attention", "mlp"], ...] | None = None
+    learned_positions: int = 0
     layer_inputs: LayerInputsConfig | None = None
     layer_scales: bool = False
+    weight_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     extra_layers: int = 0
     ranks: int = 1
     is_first: bool = True
@@ -163,9 +173,11 @@ class DecoderConfig:
     @property
     def attention_layers(self) -> list[int]:
         """The layers with attention, and not with recurrent states in place of it."""
-        recurrent = None if self.recurrent is None else self.recurrent.layers
-        layers = (index for index in range(self.num_layers) if self.has_attention(index))
-        return [index for index in layers if recurrent is None or not recurrent[index]]
+        own = self.recurrent
+        layers = [index for index in range(self.num_layers) if self.has_attention(index)]
+        if own is None or own.alongside_attention:
+            return layers
+        return [index for index in layers if not own.layers[index]]
 
     @property
     def kv_layers(self) -> list[int]:
@@ -204,9 +216,9 @@ class DecoderConfig:
         """Outputs of the first product of a layer's attention: queries, keys, values and gates of heads if the model
         has any, or what queries, keys and values are made of."""
         if self.latent is None:
-            per_head = 2 if self.output_gate else 1
+            gates = 0 if self.output_gate is None else self.output_gate.size(self.num_heads, self.head_dim)
             kv_heads = 0 if self.kv_before else 2 * self.num_kv_heads
-            return (per_head * self.num_heads + kv_heads) * self.head_dim
+            return (self.num_heads + kv_heads) * self.head_dim + gates
         return (self.q_lora_rank or self.num_heads * self.latent.query) + self.latent.row
 
     @property
@@ -243,16 +255,29 @@ class DecoderConfig:
 # Models whose text part is served by itself.
 _WITH_TEXT_PART = (
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "mistral3"),
-    *("gemma4_unified", "exaone4_5", "kimi_k25", "lfm2_vl", "glm4v", "glm46v", "glm4v_moe"),
+    *("gemma4_unified", "exaone4_5", "kimi_k25", "lfm2_vl", "lfm3_vl", "glm4v", "glm46v", "glm4v_moe"),
+    *("aya_vision", "cohere2_vision"),
 )
 
 # Kinds of layers that see a part of the context, by the field that says how many tokens.
 _WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
-_ACTIVATION_NAMES = ("hidden_activation", "mlp_hidden_act", "hidden_act")
+_ACTIVATION_NAMES = ("hidden_activation", "mlp_hidden_act", "hidden_act", "activation_function")
+# Fields by GPT-2's names, and by those of most families.
+_GPT2_FIELDS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}
 # Activations of gates, and of MLPs without a gate.
 _GATED: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_PLAIN: dict[str, Literal["gelu_tanh", "relu2"]] = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh"}
+_PLAIN: dict[str, Literal["gelu", "gelu_tanh", "relu2"]] = {
+    "relu2": "relu2",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 def read_config(model: Path) -> HfConfig:
@@ -359,6 +384,8 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
     this variant of it."""
     if not isinstance(hf, SimpleNamespace):
         hf = SimpleNamespace(**hf.to_dict())  # where layers differ, transformers refuses to say what holds for most
+    if hf.model_type == "gpt2":
+        hf = SimpleNamespace(**{_GPT2_FIELDS.get(name, name): value for name, value in vars(hf).items()})
     if not hasattr(hf, "num_hidden_layers") and hasattr(hf, "layers_block_type"):  # where the number follows from it
         hf = SimpleNamespace(**vars(hf), num_hidden_layers=len(hf.layers_block_type))
     if hf.model_type not in ARCHITECTURES:
@@ -378,7 +405,7 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "intermediate_size": getattr(hf, "intermediate_size", None),
         "num_layers": hf.num_hidden_layers,
         "num_heads": hf.num_attention_heads,
-        "num_kv_heads": hf.num_key_value_heads or hf.num_attention_heads,
+        "num_kv_heads": getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
         "head_dim": head_dim,
         "norm_eps": getattr(hf, "rms_norm_eps", None),
         "activation": _activation(hf, own.get("gated_mlps", True)),
@@ -414,7 +441,7 @@ def _layer_types(hf: HfConfig) -> list[str]:
     return list(kinds)
 
 
-def _activation(hf: HfConfig, has_gate: bool) -> Literal["silu", "gelu_tanh", "relu2"]:
+def _activation(hf: HfConfig, has_gate: bool) -> Literal["silu", "gelu", "gelu_tanh", "relu2"]:
     name = next((said for field in _ACTIVATION_NAMES if (said := getattr(hf, field, None))), "silu")
     known = _GATED if has_gate else _PLAIN
     if name not in known:
@@ -428,7 +455,11 @@ def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index:
     if said is None:  # a family that never rotates
         return Rope(head_dim, 1e4, rotated=0)
     parameters = dict(said.get(layer_type) or said)
+    if "rope_theta" not in parameters:  # kinds of layers have rotations of their own, and this one none
+        return Rope(head_dim, 1e4, rotated=0)
     kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
+    if rules.thetas is not None:
+        theta = rules.thetas[index]
     part = 1.0 if kind == "proportional" else parameters.pop("partial_rotary_factor", 1.0)
     if rules.head_dim is not None:  # what is said is the size of that part
         part = 1.0

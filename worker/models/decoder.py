@@ -113,6 +113,7 @@ class Decoder:
         some = next(value for name, value in parameters.items() if name.startswith("layers."))
         self.device = some.device if isinstance(some, BlockMatrix) else some[0].device
         self.embedding: torch.Tensor | BlockMatrix | None = parameters.pop("embedding", None)
+        self.positions: torch.Tensor | None = parameters.pop("positions", None)
         self.layer_inputs, self._inputs_embedding = self._make_layer_inputs(parameters)
         if config.is_last:
             self.norm = parameters.pop("norm")
@@ -126,7 +127,7 @@ class Decoder:
         ]
         # The last layer with attention: what follows it needs no other token. 0 on a stage without attention.
         self._last = max((i for i, layer in enumerate(self.layers) if layer.attention is not None), default=0)
-        sums = [(layer.attention is not None) + (layer.mlp is not None) for layer in self.layers]
+        sums = [layer.sums for layer in self.layers]
         # Of a stream that begins with layer i.
         self._first_sums = [FirstSum.of(sum(sums[i:]), config.is_first or i > 0) for i in range(config.num_layers)]
         # The scale is rounded to the embedding's dtype: Gemma was trained so.
@@ -250,7 +251,7 @@ class Decoder:
         Returns the last layer's output before the final norm, `[m, hidden_size]`; before another stage
         `[m, config.sent_size]`.
         """
-        x, layer_inputs = self._begin(inputs)
+        x, layer_inputs = self._begin(inputs, positions)
         ropes = () if self.is_on_gpu else set(self.config.ropes)
         angles = {rope: rope.angles(positions, x.dtype) for rope in ropes}
         context = ForwardContext(positions, attention, None if self.is_on_gpu else angles, states)
@@ -283,7 +284,7 @@ class Decoder:
         """
         layers = self.layers if adapted is None else adapted
         if index == 0:
-            buffers.hidden.copy_(self._embed(buffers.token_ids))
+            buffers.hidden.copy_(self._embed(buffers.token_ids, buffers.positions))
         stream = self._stream(buffers.hidden)
         if index > 0:
             layers[index - 1].post_attention(stream, buffers.attended.flatten(1))
@@ -338,15 +339,15 @@ class Decoder:
         """The stream that layers from `first` on read and add to."""
         return ResidualStream(x, self.communicator, self.config.norm_eps, layer_inputs, self._first_sums[first])
 
-    def _begin(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _begin(self, inputs: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states before the first layer, and the inputs of all layers from there on, `[n, layers, size]`, if the
-        model has any. `inputs`: as in `forward`."""
+        model has any. `inputs`, `positions`: as in `forward`."""
         own, hidden = self.config.layer_inputs, self.config.hidden_size
         if not self.config.is_first:
             if own is None:
                 return inputs, None
             return inputs[:, :hidden].contiguous(), inputs[:, hidden:].unflatten(1, (own.layers, own.size))
-        x = self._embed(inputs)
+        x = self._embed(inputs, positions)
         if self.layer_inputs is None:
             return x, None
         assert self._inputs_embedding is not None
@@ -361,16 +362,17 @@ class Decoder:
             return x
         return torch.cat((x, layer_inputs[:, self.config.num_layers :].flatten(1)), dim=1)
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeds tokens. Each rank looks up the tokens of its part of the vocabulary and takes zeros for the others;
-        the parts are summed."""
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Embeds tokens, and their positions if the model does that. Each rank looks up the tokens of its part of the
+        vocabulary and takes zeros for the others; the parts are summed."""
         assert self.embedding is not None
         x, absent = self._own_rows(token_ids, self.embedding)
         if absent is not None:
             own = x.masked_fill_(absent, 0)
             buffer = self.communicator.reduce_buffer(len(own), own.shape[1], own.dtype, EMBEDDING_TURN)
             x = self.communicator.all_reduce(own if buffer is None else buffer.copy_(own))
-        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
+        x = x if self.embedding_scale == 1.0 else x * self.embedding_scale
+        return x if self.positions is None else x + F.embedding(positions, self.positions)
 
     def _own_rows(
         self, ids: torch.Tensor, embedding: torch.Tensor | BlockMatrix
@@ -398,8 +400,11 @@ class Decoder:
                     attention.project(stream, qkv[half])
                 attended = attention.forward(qkv, context)
                 for half, stream in zip(halves, streams, strict=True):
-                    attention.add_output(stream, attended[half])
-            if layer.mlp is not None:
+                    if layer.is_parallel:
+                        layer.post_attention(stream, attended[half])
+                    else:
+                        attention.add_output(stream, attended[half])
+            if layer.mlp is not None and not layer.is_parallel:
                 for stream in streams:
                     layer.mlp.forward(stream)
         for stream in streams:

@@ -1,5 +1,6 @@
 """Rows of `worker.models.families`: dense models. Each function says how a family differs from a plain Llama."""
 
+from dataclasses import replace
 from typing import Any
 
 from kernels.experts.choice import Routing
@@ -26,6 +27,10 @@ def nemotron(hf: HfConfig) -> dict[str, Any]:
         "gated_mlps": False,
         "rope_rules": RopeRules(is_partial=True),
     }
+
+
+def jais2(hf: HfConfig) -> dict[str, Any]:
+    return llama(hf) | {"norm_eps": hf.layer_norm_eps, "layer_norms": True, "gated_mlps": False}
 
 
 def starcoder2(hf: HfConfig) -> dict[str, Any]:
@@ -151,19 +156,102 @@ def smollm3(hf: HfConfig) -> dict[str, Any]:
     return llama(hf) | {"rope_rules": RopeRules(layers=rotated)}
 
 
+def scaled_residuals(hf: HfConfig, embedding: float, residual: float) -> dict[str, Any]:
+    """Embeddings are multiplied by one number, and sublayers' outputs by another as they are added. The decoder keeps
+    the hidden states divided by the latter, which norms undo: their epsilon is divided by its square."""
+    return {"norm_eps": hf.rms_norm_eps / residual**2, "embedding_scale": embedding / residual}
+
+
 def granite(hf: HfConfig) -> dict[str, Any]:
-    """Sublayers' outputs are multiplied by `residual_multiplier` as they are added. The decoder keeps the hidden states
-    divided by it, which norms undo: their epsilon is divided by its square."""
-    multiplier = hf.residual_multiplier
-    return {
+    return scaled_residuals(hf, hf.embedding_multiplier, hf.residual_multiplier) | {
         "qkv_bias": hf.attention_bias,
         "out_bias": hf.attention_bias,
         "mlp_bias": getattr(hf, "mlp_bias", False),
-        "norm_eps": hf.rms_norm_eps / multiplier**2,
-        "embedding_scale": hf.embedding_multiplier / multiplier,
         "attention_scale": hf.attention_multiplier,
         "logit_scale": 1.0 / hf.logits_scaling,
     }
+
+
+def granite_swa(hf: HfConfig) -> dict[str, Any]:
+    return granite(hf) | swash_attention(hf)
+
+
+def swash_attention(hf: HfConfig) -> dict[str, Any]:
+    """Attention of Granite Swash. A layer with base 0 does not rotate."""
+    thetas = tuple(float(theta) for theta in hf.layer_rope_theta)
+    rotated = {index: theta != 0 for index, theta in enumerate(thetas)}
+    return {"has_sinks": True, "rope_rules": RopeRules(layers=rotated, thetas=thetas)}
+
+
+def phi(hf: HfConfig) -> dict[str, Any]:
+    refuse_other_than(hf, qk_layernorm=False)
+    return {
+        "norm_eps": hf.layer_norm_eps,
+        "layer_norms": True,
+        "parallel": "one norm",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "head_bias": True,
+        "gated_mlps": False,
+        "rope_rules": RopeRules(is_partial=True),
+    }
+
+
+def gpt2(hf: HfConfig) -> dict[str, Any]:
+    refuse_other_than(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    return {
+        "intermediate_size": hf.n_inner or 4 * hf.hidden_size,
+        "norm_eps": hf.layer_norm_epsilon,
+        "layer_norms": True,
+        "learned_positions": hf.max_position_embeddings,
+        "num_kv_heads": hf.num_attention_heads,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "gated_mlps": False,
+    }
+
+
+def gpt_neox(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "norm_eps": hf.layer_norm_eps,
+        "layer_norms": True,
+        "parallel": "two norms" if hf.use_parallel_residual else None,
+        "num_kv_heads": hf.num_attention_heads,
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "mlp_bias": True,
+        "gated_mlps": False,
+        "rope_rules": RopeRules(is_partial=True),
+    }
+
+
+def cohere(hf: HfConfig) -> dict[str, Any]:
+    refuse_other_than(hf, use_qk_norm=False)
+    return {
+        "norm_eps": hf.layer_norm_eps,
+        "layer_norms": True,
+        "norm_biases": False,
+        "float32_norms": True,
+        "parallel": "one norm",
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "logit_scale": hf.logit_scale,
+        "rope_rules": RopeRules(is_interleaved=True),
+    }
+
+
+def cohere2(hf: HfConfig) -> dict[str, Any]:
+    refuse_other_than(
+        hf,
+        position_embedding_type="rope_gptj",
+        rotary_pct=1.0,
+        use_gated_activation=True,
+        use_parallel_block=True,
+        order_of_interleaved_layers="local_attn_first",
+    )
+    return cohere(hf) | {"rope_rules": replace(rotated_windows(hf), is_interleaved=True)}
 
 
 def hyperclovax(hf: HfConfig) -> dict[str, Any]:

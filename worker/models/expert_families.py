@@ -1,13 +1,27 @@
 """Rows of `worker.models.families`: mixtures of experts with attention over keys and values."""
 
+from dataclasses import replace
 from typing import Any
 
 from kernels.experts.choice import Routing
 from kernels.experts.mxfp4_weight import GROUP
 from kernels.ops.activation import ClampedSwiGLU
-from worker.models.dense_families import ernie, exaone, granite, hunyuan, mistral, olmo2, qwen3, rotated_windows
+from worker.models.dense_families import (
+    cohere2,
+    ernie,
+    exaone,
+    granite,
+    hunyuan,
+    mistral,
+    olmo2,
+    qwen3,
+    rotated_windows,
+    swash_attention,
+)
 from worker.models.experts import ExpertsConfig
 from worker.models.family_rules import HfConfig, RopeRules, expert_count, prediction_layers, refuse_other_than
+from worker.models.layer_sizes import LayerSizes
+from worker.models.output_gate import OutputGate
 from worker.models.query_temperature import QueryTemperature
 
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts")  # names of the number of shared experts
@@ -74,6 +88,30 @@ def qwen_experts(hf: HfConfig, is_normalised: bool | None = None, **shared: Any)
     return ExpertsConfig(expert_count(hf), hf.moe_intermediate_size, routing, layers, **shared)
 
 
+def cohere2_moe(hf: HfConfig) -> dict[str, Any]:
+    """Layers with an MLP may rotate without a window too."""
+    kinds = {"sigmoid": hf.norm_topk_prob, "softmax": True}
+    if (kind := hf.expert_selection_fn) not in kinds:
+        raise ValueError(f"cohere2_moe models with expert_selection_fn {kind!r} are not supported")
+    is_mean = hf.num_shared_experts > 0 and hf.shared_expert_combination_strategy == "average"
+    routing = Routing(hf.num_experts_per_tok, kind, kinds[kind], scale=0.5 if is_mean else 1.0)
+    layers, size = sparse_layers(hf), hf.intermediate_size
+    experts = ExpertsConfig(expert_count(hf), size, routing, layers, size * hf.num_shared_experts)
+    own, mlps_rotate = cohere2(hf), hf.prefix_dense_sliding_window_pattern == 1
+    rotated = {
+        index: is_rotated or (mlps_rotate and not layers[index])
+        for index, is_rotated in own["rope_rules"].layers.items()
+    }
+    if hf.rms_norm_eps is not None:
+        own |= {"norm_eps": hf.rms_norm_eps, "layer_norms": False, "float32_norms": False}
+    return own | {
+        "rope_rules": RopeRules(is_interleaved=True, layers=rotated),
+        "intermediate_size": hf.prefix_dense_intermediate_size or size,
+        "experts": experts,
+        "weight_factors": {"mlp.shared_experts.down_proj.weight": (0.5,)} if is_mean else {},
+    }
+
+
 def hunyuan_moe(hf: HfConfig) -> dict[str, Any]:
     """Shared experts are as large as one. Layers could differ by their fields, and do not in what is published."""
     size, layers = hf.intermediate_size, hf.num_hidden_layers
@@ -121,6 +159,10 @@ def granite_moe(hf: HfConfig) -> dict[str, Any]:
         shared_size=getattr(hf, "shared_intermediate_size", 0),
     )
     return granite(hf) | {"experts": experts}
+
+
+def granite_moe_swa(hf: HfConfig) -> dict[str, Any]:
+    return granite_moe(hf) | swash_attention(hf)
 
 
 def sigmoid_experts(hf: HfConfig, layers: tuple[bool, ...] | None = None) -> ExpertsConfig:
@@ -202,7 +244,7 @@ def afmoe(hf: HfConfig) -> dict[str, Any]:
     layers = tuple(index >= hf.num_dense_layers for index in range(hf.num_hidden_layers))
     return {
         "qk_norm": "head",
-        "output_gate": True,
+        "output_gate": OutputGate(),
         "float32_norms": True,
         "sandwich_norms": True,
         "embedding_scale": hf.hidden_size**0.5 if hf.mup_enabled else 1.0,
@@ -210,6 +252,26 @@ def afmoe(hf: HfConfig) -> dict[str, Any]:
         "experts": _ungrouped_sigmoid_experts(
             hf, hf.moe_intermediate_size, layers, hf.route_scale, hf.num_shared_experts or 0
         ),
+    }
+
+
+def laguna(hf: HfConfig) -> dict[str, Any]:
+    """Layers with a window may have another number of heads than the others."""
+    refuse_other_than(hf, attention_bias=False, moe_router_logit_softcapping=0.0)
+    if (gating := hf.gating) not in (True, "per-head", "per-element"):
+        raise ValueError(f"laguna models with gating {gating!r} are not supported")
+    heads = hf.num_attention_heads_per_layer
+    if len(set(zip(hf.layer_types, heads, strict=True))) > len(set(hf.layer_types)):
+        raise ValueError("laguna models whose layers of one kind have several numbers of heads are not supported")
+    own = [LayerSizes(count, hf.num_key_value_heads, hf.head_dim, hf.intermediate_size) for count in heads]
+    experts = _ungrouped_sigmoid_experts(hf, hf.moe_intermediate_size, sparse_layers(hf), hf.moe_routed_scaling_factor)
+    return {
+        "qk_norm": "head",
+        "output_gate": OutputGate(gating != "per-element", "softplus"),
+        "own_sizes": tuple(own) if len(set(heads)) > 1 else None,
+        "num_heads": min(heads),
+        "rope_rules": RopeRules(is_partial=True),
+        "experts": replace(experts, shared_size=hf.shared_expert_intermediate_size),
     }
 
 

@@ -15,7 +15,7 @@ from kernels.linear.any_linear import AnyLinear
 from kernels.linear.linear import Linear
 from kernels.ops.activation import ClampedSwiGLU
 from kernels.ops.norm import rms_norm
-from worker.models.residual_stream import EMBEDDING_TURN, Activation, OneTokenStream, ResidualStream
+from worker.models.residual_stream import EMBEDDING_TURN, Activation, OneTokenStream, Part, ResidualStream
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,10 @@ class ExpertMLP:
     def experts_of_token(self) -> int:
         """Experts that compute for a token."""
         return self.routing.top_k + self.always
+
+    def last(self, x: ResidualStream) -> tuple[Part, torch.Tensor]:
+        """The operator that gives what `forward` adds, and what that reads, made of the hidden states as they are."""
+        return self.product, x.normalised(self.norm)
 
     def forward(self, x: ResidualStream) -> None:
         """Adds the output of the experts."""

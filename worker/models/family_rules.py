@@ -18,12 +18,14 @@ class RopeRules:
     | `is_partial` | only the first dimensions of a head may be rotated |
     | `is_interleaved` | neighbouring dimensions are a pair, in place of dimension i and `i + head_dim / 2` |
     | `layers` | whether the layer of a number is rotated; by default it is |
+    | `thetas` | base of each layer's angles, where layers differ in it |
     | `head_dim` | elements of the part of a head that counts as a head here; None: of the whole head |
     """
 
     is_partial: bool = False
     is_interleaved: bool = False
     layers: Mapping[int, bool] = field(default_factory=dict)
+    thetas: tuple[float, ...] | None = None
     head_dim: int | None = None
 
 
@@ -37,8 +39,8 @@ def expert_count(hf: HfConfig) -> int:
 
 
 def refuse_other_than(hf: HfConfig, **computed: Any) -> None:
-    """Raises ValueError if one of these fields, which `transformers` does not read, says something else than what is
-    computed. A field that is missing or None says nothing."""
+    """Raises ValueError if one of these fields, some of which `transformers` does not read, says something else than
+    what is computed. A field that is missing or None says nothing."""
     for name, value in computed.items():
         if (said := getattr(hf, name, None)) is not None and said != value:
             raise ValueError(f"{hf.model_type} models with {name} {said!r} are not supported")

@@ -5,7 +5,7 @@ from typing import Any
 from kernels.attention.interface import LatentHeads
 from kernels.experts.choice import Routing
 from kernels.ops.rotary import yarn_temperature
-from worker.models.dense_families import temperature
+from worker.models.dense_families import scaled_residuals, temperature
 from worker.models.expert_families import sigmoid_experts, sparse_layers
 from worker.models.experts import ExpertsConfig
 from worker.models.family_rules import HfConfig, RopeRules, expert_count, prediction_layers
@@ -30,6 +30,12 @@ def latent(hf: HfConfig) -> dict[str, Any]:
         "attention_scale": scale,
         "rope_rules": RopeRules(is_interleaved=getattr(hf, "rope_interleave", True), head_dim=hf.qk_rope_head_dim),
     }
+
+
+def minicpm3(hf: HfConfig) -> dict[str, Any]:
+    own = latent(hf) | scaled_residuals(hf, hf.scale_emb, hf.scale_depth / hf.num_hidden_layers**0.5)
+    rules = RopeRules(head_dim=hf.qk_rope_head_dim)
+    return own | {"mlp_bias": hf.mlp_bias, "logit_scale": hf.dim_model_base / hf.hidden_size, "rope_rules": rules}
 
 
 def deepseek_v2(hf: HfConfig) -> dict[str, Any]:

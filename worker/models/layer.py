@@ -5,7 +5,8 @@ What differs between steps (their size, whether attention is inside a CUDA graph
 layers in several orders.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from kernels.attention.interface import KVSlots
 from kernels.experts.experts import Experts
 from kernels.linear.any_linear import AnyLinear
-from kernels.ops.activation import gelu_tanh, gelu_tanh_and_mul, relu2, silu_and_mul
+from kernels.ops.activation import gelu, gelu_tanh, gelu_tanh_and_mul, relu2, silu_and_mul
 from kernels.ops.norm import rms_norm
 from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
@@ -26,7 +27,7 @@ from worker.models.recurrent_layer import RecurrentLayer
 from worker.models.residual_stream import Activation, ResidualStream
 
 _GATED: dict[str, Activation] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
-_PLAIN: dict[str, Activation] = {"relu2": relu2, "gelu_tanh": gelu_tanh}
+_PLAIN: dict[str, Activation] = {"relu2": relu2, "gelu": gelu, "gelu_tanh": gelu_tanh}
 
 
 @dataclass
@@ -94,8 +95,10 @@ class SelfAttention:
                 out = context.attention.run(self.kv_layer, queries, *kv)
             else:
                 out = context.attention.attend(self.kv_layer, queries)
-        attended = out.flatten(1)
-        return attended * qkv[:, -self.attended_size :].sigmoid() if self.config.output_gate else attended
+        if (gate := self.config.output_gate) is not None:
+            gates = gate.size(self.config.num_heads, self.config.head_dim)
+            out = gate.apply(out, qkv[:, -gates:])
+        return out.flatten(1)
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
         """Adds the output product of `forward`'s result."""
@@ -149,14 +152,35 @@ class SelfAttention:
         if self.config.kv_before:
             q = qkv.unflatten(-1, (heads, self.config.head_dim))
             return (rotate(q if self.q_norm is None else rms_norm(q, self.q_norm, eps), cos, sin),)
-        qk, v, *_ = qkv.unflatten(-1, (-1, self.config.head_dim)).tensor_split(
-            (heads + kv_heads, heads + 2 * kv_heads), 1
-        )
+        size = (heads + 2 * kv_heads) * self.config.head_dim  # gates may follow
+        qk, v = qkv[:, :size].unflatten(-1, (-1, self.config.head_dim)).split((heads + kv_heads, kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((heads, kv_heads), dim=1)
             qk = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=1)
         q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
         return q, k, v if self.v_norm is None else rms_norm(v, self.v_norm, eps)
+
+
+@dataclass
+class AttentionAlongsideStates(SelfAttention):
+    """Attention, and recurrent states alongside. Both read the hidden states through one norm and one product, and one
+    product adds the outputs of both. In `qkv` and `out`, what is attention's comes first."""
+
+    states: RecurrentLayer = field(kw_only=True)
+
+    @property
+    def projected_size(self) -> int:
+        return super().projected_size + self.states.projected_size
+
+    @property
+    def attended_size(self) -> int:
+        return super().attended_size + self.states.attended_size
+
+    def forward(self, qkv: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Outputs of attention's heads, then those of the states, `[n, attended_size]`."""
+        own = super().projected_size
+        attended = super().forward(qkv[:, :own], context)
+        return torch.cat((attended, self.states.forward(qkv[:, own:], context)), dim=1)
 
 
 @dataclass(frozen=True)
@@ -170,16 +194,20 @@ class MLP:
     activation: Activation
     out_norm: torch.Tensor | None = None
 
+    def last(self, x: ResidualStream) -> tuple[AnyLinear, torch.Tensor]:
+        """The product that gives what `forward` adds, and what it reads, made of the hidden states as they are."""
+        return self.down, x.project_activated(self.norm, self.gate_up, self.activation)
+
     def forward(self, x: ResidualStream) -> None:
         """Adds the MLP's output."""
-        activated = x.project_activated(self.norm, self.gate_up, self.activation)
-        x.add(self.down, activated, self.out_norm)
+        x.add(*self.last(x), self.out_norm)
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
     """A layer: attention, then an MLP, or one of the two. Each reads the residual stream through a norm, and adds its
-    output to it. Some models add an input of the layer then, or multiply the stream by `scale`, `[1]`.
+    output to it; if the layer `is_parallel`, both read the same, and the sum of both is added. Some models add an input
+    of the layer then, or multiply the stream by `scale`, `[1]`.
 
     The parts are members, so that a layer of another kind has another member, such as attention with a state of its own
     in place of `attention`.
@@ -189,6 +217,7 @@ class DecoderLayer:
     mlp: MLP | ExpertMLP | None
     input: LayerInput | None = None
     scale: torch.Tensor | None = None
+    is_parallel: bool = False
 
     @classmethod
     def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
@@ -201,7 +230,12 @@ class DecoderLayer:
         if config.layer_inputs is not None:
             gate, out = parameters["layer_input_gate"], parameters["layer_input_out"]
             own_input = LayerInput(index, gate, out, parameters["layer_input_norm"], activation)
-        return cls(attention, mlp, own_input, parameters.get("scale"))
+        return cls(attention, mlp, own_input, parameters.get("scale"), config.parallel is not None)
+
+    @property
+    def sums(self) -> int:
+        """Sums over ranks that the layer makes."""
+        return 1 if self.is_parallel else (self.attention is not None) + (self.mlp is not None)
 
     @property
     def linears(self) -> list[tuple[AnyLinear, bool]]:
@@ -209,11 +243,11 @@ class DecoderLayer:
         mlp = self.mlp.shared if isinstance(self.mlp, ExpertMLP) else self.mlp
         own: list[tuple[AnyLinear, bool]] = []
         if self.attention is not None:
-            own += [(self.attention.qkv, False), (self.attention.out, True)]
+            own += [(self.attention.qkv, False), (self.attention.out, not self.is_parallel)]
         if isinstance(self.attention, LatentAttention) and self.attention.q_b is not None:
             own.append((self.attention.q_b, False))
         if mlp is not None:
-            own += [(mlp.gate_up, False), (mlp.down, not isinstance(mlp, SharedExperts))]
+            own += [(mlp.gate_up, False), (mlp.down, not (self.is_parallel or isinstance(mlp, SharedExperts)))]
         if isinstance(self.mlp, ExpertMLP) and self.mlp.latent is not None:
             own += [(each, False) for each in self.mlp.latent]
         return own
@@ -229,6 +263,9 @@ class DecoderLayer:
     def post_attention(self, x: ResidualStream, attended: torch.Tensor | None) -> None:
         """The part after attention, `attended` being the output of `SelfAttention.forward`; None in a layer without.
         Needs no other token's hidden states."""
+        if self.is_parallel:
+            self._add_both(x, attended)
+            return
         if self.attention is not None:
             assert attended is not None, "the layer has attention"
             self.attention.add_output(x, attended)
@@ -239,18 +276,31 @@ class DecoderLayer:
         if self.scale is not None:
             x.scale(self.scale)
 
+    def _add_both(self, x: ResidualStream, attended: torch.Tensor | None) -> None:
+        """`post_attention` of a parallel layer."""
+        assert self.mlp is not None and attended is not None, "the layer has both"
+        assert isinstance(self.attention, SelfAttention), "the attention has one product at its end"
+        out, (last, inner) = self.attention.out, self.mlp.last(x)
+        x.add_product(lambda y, into: out(y, into).add_(last(inner, None)), attended)
+
 
 def _attention(
     config: DecoderConfig, index: int, parameters: dict[str, Any]
 ) -> SelfAttention | LatentAttention | RecurrentLayer:
     recurrent = config.recurrent
+    states = None
     if recurrent is not None and recurrent.layers[index]:
-        return recurrent.layer(sum(recurrent.layers[:index]), parameters)
+        states = recurrent.layer(sum(recurrent.layers[:index]), parameters)
+        if config.sandwich_norms:
+            states = replace(states, out_norm=parameters["attention_out_norm"])
+        if not recurrent.alongside_attention:
+            return states
     if config.latent is not None:
         return LatentAttention.from_parameters(config, config.latent, index, parameters)
     own = config.of_layer(index)
     q_norm, k_norm = _head_norms(own, index, parameters)
-    return SelfAttention(
+    attention = SelfAttention if states is None else partial(AttentionAlongsideStates, states=states)
+    return attention(
         own,
         index,
         config.kv_layers.index(index - own.kv_before),
@@ -272,7 +322,7 @@ def _mlp(config: DecoderConfig, index: int, activation: Activation, parameters: 
     if experts is not None:
         return _expert_mlp(experts, activation, parameters)
     return MLP(
-        parameters.get("mlp_norm"),
+        parameters.get("mlp_norm", parameters.get("input_norm")),
         parameters["gate_up"],
         parameters["down"],
         activation,
@@ -329,7 +379,7 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
         always, is_gated = len(whole.gate_up) - experts.count, shared.gate is not None
         (gate_up, down, router), shared = whole, None
     return ExpertMLP(
-        parameters.get("mlp_norm"),
+        parameters.get("mlp_norm", parameters.get("input_norm")),
         router,
         Experts(gate_up, down, experts.activation or activation, experts.own.start, biases, experts.count + always),
         experts.routing,

@@ -6,6 +6,9 @@ import torch
 
 from pipeline.roofline import LayerSpec, ModelSpec
 from worker.models.config import DecoderConfig
+from worker.models.recurrent_layer import RecurrentConfig
+
+_NOTHING = LayerSpec(weights=0, inner=0, kv=0, read_kv=0, kv_heads=1, attended=0)
 
 
 def layer_specs(config: DecoderConfig) -> tuple[LayerSpec, ...]:
@@ -18,22 +21,9 @@ def _layer_spec(config: DecoderConfig, index: int) -> LayerSpec:
     own, experts, recurrent = config.of_layer(index), config.experts_of(index), config.recurrent
     hidden, products = config.hidden_size, 3 if config.gated_mlps else 2
     if recurrent is not None and recurrent.layers[index]:
-        weights = hidden * (sum(recurrent.projected_sizes) + recurrent.attended_size)
-        layer = LayerSpec(weights, 0, 0, 0, 1, 0, state_bytes=recurrent.states.row_bytes(torch.bfloat16))
-    elif not config.has_attention(index):
-        layer = LayerSpec(0, 0, 0, 0, 1, 0)
+        layer = _with_states(_attention_spec(own, index) if recurrent.alongside_attention else _NOTHING, own, recurrent)
     else:
-        kv = own.num_kv_heads * own.head_dim * (2 if config.latent is None else 1)
-        attended = own.num_heads * ((own.query_size + own.output_size) // 2)
-        layer = LayerSpec(
-            own.attention_weights,
-            0,
-            0 if own.kv_before else kv,
-            kv,
-            own.num_kv_heads,
-            attended,
-            config.windows[index],
-        )
+        layer = _attention_spec(own, index) if config.has_attention(index) else _NOTHING
     weights = layer.weights
     if (inputs := config.layer_inputs) is not None:
         weights += 2 * hidden * inputs.size
@@ -53,6 +43,20 @@ def _layer_spec(config: DecoderConfig, index: int) -> LayerSpec:
         expert_weights=products * (experts.latent_size or hidden) * experts.intermediate_size,
         expert_bytes=experts.weight_bytes,
     )
+
+
+def _attention_spec(own: DecoderConfig, index: int) -> LayerSpec:
+    """The sizes of attention; `own` has those of layer `index` for all layers."""
+    kv = own.num_kv_heads * own.head_dim * (2 if own.latent is None else 1)
+    attended = own.num_heads * ((own.query_size + own.output_size) // 2)
+    kept = 0 if own.kv_before else kv
+    return LayerSpec(own.attention_weights, 0, kept, kv, own.num_kv_heads, attended, own.windows[index])
+
+
+def _with_states(layer: LayerSpec, config: DecoderConfig, recurrent: RecurrentConfig) -> LayerSpec:
+    """`layer` with recurrent states."""
+    weights = config.hidden_size * (sum(recurrent.projected_sizes) + recurrent.attended_size)
+    return replace(layer, weights=layer.weights + weights, state_bytes=recurrent.states.row_bytes(torch.bfloat16))
 
 
 def roofline_model(name: str, config: DecoderConfig) -> ModelSpec:

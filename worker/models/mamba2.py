@@ -21,6 +21,7 @@ class Mamba2Config(RecurrentConfig):
     | --- | --- |
     | `eps` | epsilon of the norm of a layer's outputs, whatever the scale of the hidden states |
     | `has_bias` | the convolution has a bias |
+    | `has_norm` | a layer's outputs are normalised |
     | `group_size` | elements of a group's outputs, on all ranks that have some |
     | `shared_group` | where several ranks have heads of one group: its number, and how many groups there are |
     """
@@ -29,6 +30,7 @@ class Mamba2Config(RecurrentConfig):
     has_bias: bool
     group_size: int
     shared_group: tuple[int, int] | None = None
+    has_norm: bool = True
 
     @property
     def projected_sizes(self) -> tuple[int, int, int]:
@@ -41,8 +43,9 @@ class Mamba2Config(RecurrentConfig):
             "decay_log": (states.value_heads,),
             "step_bias": (states.value_heads,),
             "skip": (states.value_heads,),
-            "gated_norm": (self.attended_size,),
         }
+        if self.has_norm:
+            shapes["gated_norm"] = (self.attended_size,)
         return shapes | ({"conv_bias": (states.channels,)} if self.has_bias else {})
 
     def copies(self, size: int) -> int:
@@ -63,20 +66,20 @@ class Mamba2Config(RecurrentConfig):
             parameters["conv"].squeeze(1),
             parameters.get("conv_bias"),
             SsdParameters(parameters["decay_log"], parameters["step_bias"], parameters["skip"]),
-            parameters["gated_norm"],
+            parameters.get("gated_norm"),
         )
 
 
 @dataclass(frozen=True)
 class Mamba2(RecurrentLayer):
     """Mamba2 of a layer. `conv`: `[channels, width]`, `conv_bias`: `[channels]`. `gated_norm`: weight of the norm of
-    the outputs after their gates, of each group by itself, `[attended_size]`."""
+    the outputs after their gates, of each group by itself, `[attended_size]`; None without a norm."""
 
     config: Mamba2Config
     conv: torch.Tensor
     conv_bias: torch.Tensor | None
     ssd: SsdParameters
-    gated_norm: torch.Tensor
+    gated_norm: torch.Tensor | None
 
     def _attend(self, projected: torch.Tensor, states: RecurrentStates) -> torch.Tensor:
         inputs, gate, steps = projected.split(self.config.projected_sizes, dim=1)
@@ -84,14 +87,15 @@ class Mamba2(RecurrentLayer):
         return states.update(self.index, Ssd(mixed, states.shape, steps, gate, self.ssd)).flatten(1)
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
-        """Adds the output product of `forward`'s result, normalised."""
-        x.add(self.out, self._normalised(x, attended))
+        """Adds the output product of `forward`'s result, normalised if there is a norm."""
+        own = attended if self.gated_norm is None else self._normalised(x, attended, self.gated_norm)
+        super().add_output(x, own)
 
-    def _normalised(self, x: ResidualStream, attended: torch.Tensor) -> torch.Tensor:
+    def _normalised(self, x: ResidualStream, attended: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """The norm is here, and not in `forward`, because a group's sum may be that of several ranks."""
         config, shared = self.config, self.config.shared_group
         if shared is None and config.states.key_heads == 1:
-            return rms_norm(attended, self.gated_norm, config.eps)
+            return rms_norm(attended, norm, config.eps)
         groups = attended.float().unflatten(1, (config.states.key_heads, -1))
         sums = groups.square().sum(2)
         if shared is not None:
@@ -100,4 +104,4 @@ class Mamba2(RecurrentLayer):
             of_all[:, number] = sums[:, 0]
             sums = x.sum_of_ranks(of_all)[:, number, None]
         scaled = groups * (sums / config.group_size + config.eps).rsqrt()[..., None]
-        return (scaled.flatten(1) * self.gated_norm).to(attended.dtype)
+        return (scaled.flatten(1) * norm).to(attended.dtype)

@@ -8,6 +8,7 @@ from kernels.attention.interface import LatentHeads
 from kernels.linear.any_linear import make_linear
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
+from worker.models.recurrent_layer import RecurrentConfig
 
 _LINEARS = (
     *("qkv", "q_b", "out", "gate_up", "down", "router", "latent_in", "latent_out"),
@@ -22,6 +23,8 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_embedding:
         shapes["embedding"] = (config.vocab_rows, config.hidden_size)
+    if config.is_first and config.learned_positions:
+        shapes["positions"] = (config.learned_positions, config.hidden_size)
     if config.is_first and (inputs := config.layer_inputs) is not None:
         size = inputs.size * inputs.layers
         shapes |= {
@@ -39,7 +42,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         experts, own, recurrent = config.experts_of(index), config.of_layer(index), config.recurrent
         layer: dict[str, tuple[int, ...]] = {}
         if recurrent is not None and recurrent.layers[index]:
-            layer |= recurrent.parameter_shapes(config.hidden_size)
+            layer |= _recurrent_shapes(own, recurrent)
         elif config.has_attention(index):
             layer |= _attention_shapes(own)
         if config.has_mlp(index):
@@ -83,9 +86,22 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return layer
 
 
+def _recurrent_shapes(config: DecoderConfig, recurrent: RecurrentConfig) -> dict[str, tuple[int, ...]]:
+    """Alongside attention, `qkv` has attention's rows before those of the states, and `out` has attention's columns
+    before."""
+    layer = recurrent.parameter_shapes(config.hidden_size)
+    if config.sandwich_norms:
+        layer["attention_out_norm"] = (config.hidden_size,)
+    if not recurrent.alongside_attention:
+        return layer
+    (rows, hidden), (_, columns) = layer["qkv"], layer["out"]
+    both = {"qkv": (config.qkv_size + rows, hidden), "out": (hidden, config.attended_size + columns)}
+    return layer | _attention_shapes(config) | both
+
+
 def _mlp_norm_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     layer: dict[str, tuple[int, ...]] = {}
-    if config.pre_norms:
+    if config.pre_norms and config.parallel != "one norm":
         layer["mlp_norm"] = _norm_shape(config)
     if config.sandwich_norms:
         layer["mlp_out_norm"] = (config.hidden_size,)
@@ -93,8 +109,9 @@ def _mlp_norm_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _norm_shape(config: DecoderConfig) -> tuple[int, ...]:
-    """The shape of a norm of the hidden states: its weights, or weights and biases."""
-    return (2, config.hidden_size) if config.layer_norms else (config.hidden_size,)
+    """The shape of a norm of the hidden states: its weights, or rows of weights and biases."""
+    rows = 2 if config.norm_biases else 1
+    return (rows, config.hidden_size) if config.layer_norms else (config.hidden_size,)
 
 
 def _latent_shapes(config: DecoderConfig, latent: LatentHeads) -> dict[str, tuple[int, ...]]:

@@ -9,9 +9,10 @@ from kernels.recurrent.shape import StateShape
 from worker.models.dense_families import granite, llama
 from worker.models.expert_families import granite_moe, qwen_experts, sigmoid_experts
 from worker.models.experts import ExpertsConfig
-from worker.models.family_rules import HfConfig, RopeRules, expert_count
+from worker.models.family_rules import HfConfig, RopeRules, expert_count, refuse_other_than
 from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.mamba2 import Mamba2Config
+from worker.models.output_gate import OutputGate
 from worker.models.short_convolution import ShortConvolutionConfig
 
 
@@ -30,7 +31,7 @@ def _delta_nets(hf: HfConfig, is_fused: bool) -> dict[str, Any]:
         "out_bias": hf.attention_bias,
         "qk_norm": "head",
         "gemma_norms": True,
-        "output_gate": True,
+        "output_gate": OutputGate(),
         "rope_rules": RopeRules(is_partial=True),
         "recurrent": DeltaNetConfig(states, layers, hf.rms_norm_eps, is_fused),
     }
@@ -96,6 +97,32 @@ def bamba(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def falcon_h1(hf: HfConfig) -> dict[str, Any]:
+    """Each layer has attention and Mamba2 side by side. Factors of attention's inputs and keys are those of its scores
+    and outputs; the others are those of weights."""
+    refuse_other_than(
+        hf, mamba_use_mlp=True, mamba_rms_norm=False, attention_bias=False, mlp_bias=False, projectors_bias=False
+    )
+    states = _mamba2(hf, (True,) * hf.num_hidden_layers)
+    assert states is not None, "all layers have Mamba2"
+    gate, inputs, keys, queries, steps = (hf.ssm_in_multiplier * factor for factor in hf.ssm_multipliers)
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    mlp_gate, mlp_down = hf.mlp_multipliers
+    return {
+        "embedding_scale": hf.embedding_multiplier,
+        "logit_scale": hf.lm_head_multiplier,
+        "attention_scale": head_dim**-0.5 * hf.key_multiplier * hf.attention_in_multiplier**2,
+        "recurrent": replace(states, has_norm=False, alongside_attention=True),
+        "weight_factors": {
+            "self_attn.o_proj.weight": (hf.attention_in_multiplier * hf.attention_out_multiplier,),
+            "mamba.in_proj.weight": (inputs, keys, queries, gate, steps),
+            "mamba.out_proj.weight": (hf.ssm_out_multiplier,),
+            "mlp.gate_proj.weight": (mlp_gate,),
+            "mlp.down_proj.weight": (mlp_down,),
+        },
+    }
+
+
 def _nemotron_h_experts(hf: HfConfig) -> ExpertsConfig:
     """Experts of Nemotron 3. The configuration says the size of the shared ones together."""
     if hf.mlp_bias:
@@ -144,6 +171,14 @@ def lfm2(hf: HfConfig) -> dict[str, Any]:
         if hf.block_ffn_dim_multiplier is not None:
             inner = -(-int(hf.block_ffn_dim_multiplier * inner) // hf.block_multiple_of) * hf.block_multiple_of
     return _short_convolutions(hf) | {"intermediate_size": inner}
+
+
+def lfm3(hf: HfConfig) -> dict[str, Any]:
+    refuse_other_than(hf, attention_bias=False)
+    return _short_convolutions(hf) | {
+        "sandwich_norms": hf.use_sandwich_norm,
+        "output_gate": OutputGate(is_per_head=True) if hf.use_attention_gate else None,
+    }
 
 
 def lfm2_moe(hf: HfConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Layers with recurrent states: a state of fixed size is their memory of a sequence, in place of keys and values."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -21,10 +21,12 @@ class RecurrentConfig(ABC):
     | --- | --- |
     | `states` | sizes of a layer's heads and of its convolution; with several ranks, those of one rank |
     | `layers` | for each layer whether it is recurrent; the others have attention |
+    | `alongside_attention` | recurrent layers have attention too, which reads and adds what the states do |
     """
 
     states: StateShape
     layers: tuple[bool, ...]
+    alongside_attention: bool = field(default=False, kw_only=True)
 
     @property
     def num_layers(self) -> int:
@@ -71,13 +73,14 @@ class RecurrentConfig(ABC):
 class RecurrentLayer(ABC):
     """The part of a layer that reads and updates the recurrent states number `index` of those that the rank has. It
     stands in the place of `worker.models.layer.SelfAttention`. `qkv` gives all that a token puts in
-    (`RecurrentConfig.projected_sizes`)."""
+    (`RecurrentConfig.projected_sizes`). `out_norm`: of the outputs, before they are added."""
 
     config: RecurrentConfig
     index: int
     input_norm: torch.Tensor
     qkv: AnyLinear
     out: AnyLinear
+    out_norm: torch.Tensor | None = field(default=None, kw_only=True)
 
     @property
     def projected_size(self) -> int:
@@ -104,4 +107,4 @@ class RecurrentLayer(ABC):
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
         """Adds the output product of `forward`'s result."""
-        x.add(self.out, attended)
+        x.add(self.out, attended, self.out_norm)

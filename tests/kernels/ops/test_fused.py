@@ -75,7 +75,8 @@ def test_rotate_and_store(
     page_size, num_pages, context = 4, 10, 512
     rope = Rope(head_dim, 1e4)
     gates = heads * head_dim if has_norms else 0  # after the values, and not read
-    qkv = random(6, (heads + 2 * kv_heads) * head_dim + gates, dtype=dtype)
+    size = (heads + 2 * kv_heads) * head_dim + gates
+    qkv = random(6, size + 16, dtype=dtype)[:, :size]
     positions = torch.tensor([0, 1, 77, 500, 511, 3], device=DEVICE)
     places = torch.tensor([(0, 0), (0, 1), (3, 3), (9, 2), (5, 0), (7, 1)], device=DEVICE)
     rows = places[:, 0] * kv_heads * page_size + places[:, 1]

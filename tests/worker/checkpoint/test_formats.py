@@ -166,6 +166,17 @@ def test_other_families(name: str, tmp_path: Path) -> None:
         compare(load(folder, rank, 2), load(plain, rank, 2), torch.Tensor)
 
 
+def test_weights_with_factors_are_multiplied_out(tmp_path: Path) -> None:
+    """Other weights of the model are kept, where no matrix in the same parameter has factors."""
+    quantizer, said, _ = FORMATS["packed, 8 bits"]
+    folder, plain = write(tmp_path, "falcon_h1", quantizer, said)
+    got, wanted = load(folder), load(plain)
+    assert got.keys() == wanted.keys()
+    assert all(isinstance(got[name], torch.Tensor) for name in got)
+    for name, weight in wanted.items():
+        torch.testing.assert_close(got[name], weight, msg=name)
+
+
 @pytest.mark.parametrize("size", [256, 160])
 def test_experts_in_8_bits(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU. Of experts of 160, a rank's half ends within a group of columns."""

@@ -93,14 +93,17 @@ def test_ranks_hold_their_parts(case: Case, ranks: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["phi3", "gemma3", "arcee", "qwen3_5", "qwen3_moe", "bamba", "lfm2", "nemotron_h"])
+@pytest.mark.parametrize(
+    "name", ["phi3", "gemma3", "phi", "qwen3_5", "qwen3_moe", "bamba", "falcon_h1", "lfm2", "nemotron_h"]
+)
 def test_fused_gated_and_mixed_layers(name: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     base = tiny_model(name)
     own_names = {
         "phi3": ("qkv_proj", "gate_up_proj", "o_proj"),
-        "arcee": ("q_proj", "up_proj", "down_proj"),
+        "phi": ("q_proj", "dense", "fc1", "fc2"),
         "qwen3_5": ("q_proj", "k_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj"),
         "bamba": ("in_proj", "out_proj"),
+        "falcon_h1": ("q_proj", "k_proj", "o_proj", "in_proj", "gate_proj", "down_proj"),
         "lfm2": ("q_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
         "nemotron_h": ("q_proj", "in_proj", "up_proj", "down_proj"),
     }

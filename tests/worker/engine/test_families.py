@@ -113,6 +113,8 @@ def test_drafts_are_refused(name: str, tiny_model: Callable[[str], Path]) -> Non
             ["vision_tower.patch_embed.proj.weight", "mm_projector.proj.0.weight"],
         ),
         ("lfm2", "lfm2_vl", "model.language_model.", ["model.multi_modal_projector.linear_1.weight"]),
+        ("lfm3", "lfm3_vl", "model.language_model.", ["model.vision_tower.patch_embed.weight"]),
+        ("cohere2", "cohere2_vision", "model.language_model.", ["model.multi_modal_projector.linear_1.weight"]),
     ],
 )
 def test_the_text_part_of_a_checkpoint_with_images(

@@ -119,7 +119,7 @@ def test_balance_of_steps_that_are_looked_at() -> None:
     assert balance.tokens == [3 * EVERY_STEPS + 2, 3 * EVERY_STEPS + 6]
 
 
-@pytest.mark.parametrize("name", ["llama_biased_tied", "qwen3", "gemma3", "nemotron_h"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "phi", "gemma3", "nemotron_h"])
 def test_many_tokens_in_two_halves(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,6 +179,26 @@ def test_names_of_nemotron_h(prefix: str, tiny_model: Callable[[str], Path], tmp
     assert got.keys() == wanted.keys() and all(torch.equal(got[key], wanted[key]) for key in wanted)
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "mask"),
+    [
+        ("gpt2", (r"^transformer\.", ""), "h.0.attn.bias"),
+        ("gpt_neox", (r"^embed_out\.", "lm_head."), "gpt_neox.layers.0.attention.masked_bias"),
+    ],
+)
+def test_names_and_masks_of_old_checkpoints(
+    name: str, first: tuple[str, str], mask: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tiny_model(name)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {re.sub(*first, tensor): x for tensor, x in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed | {mask: torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    got, wanted = load(tmp_path), load(folder)
+    assert got.keys() == wanted.keys() and all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
 def test_layers_after_the_last_are_left_out(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """A checkpoint of GLM has a layer that predicts one more token."""
     folder = tiny_model("glm4_moe")
