@@ -331,7 +331,8 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             "afmoe",
             window
             | _experts(sizes)
-            | {"layer_types": SLIDING, "num_dense_layers": 1, "route_scale": 1.8, "mup_enabled": True},
+            | {"num_hidden_layers": 2, "layer_types": SLIDING[:2], "num_dense_layers": 1}
+            | {"route_scale": 1.8, "mup_enabled": True},
         ),
         "mellum_moe": (
             "mellum",

@@ -49,7 +49,8 @@ class PiecewiseGraphs:
         config, device = decoder.config, decoder.device
         pools = attention.pools
         self._padding_slots = [math.prod(pool.kv.shape[2:5]) - math.prod(pool.kv.shape[3:5]) for pool in pools]
-        heads = max_tokens, config.num_heads
+        heads, gate = (max_tokens, config.num_heads), config.output_gate
+        gates = 0 if gate is None else gate.size(config.num_heads, config.head_dim)
         self._buffers = PieceBuffers(
             token_ids=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
@@ -59,6 +60,7 @@ class PiecewiseGraphs:
             hidden=torch.zeros(max_tokens, config.hidden_size, dtype=decoder.dtype, device=device),
             queries=torch.zeros(*heads, config.query_size, dtype=decoder.dtype, device=device),
             attended=torch.zeros(*heads, config.output_size, dtype=decoder.dtype, device=device),
+            gates=torch.zeros(max_tokens, gates, dtype=decoder.dtype, device=device),
         )
         self._graphs: dict[int, list[Callable[[], None]]] = {}
 
@@ -141,7 +143,7 @@ class PiecewiseGraphs:
             next(replays)()
             self._attention.attend_into(layer, buffers.queries[:n], buffers.attended[:n])
         if self._adapted is None:
-            return self._decoder.finish(buffers.hidden[:n], buffers.attended[:n].flatten(1), logit_indices)
+            return self._decoder.finish(buffers.hidden[:n], self._decoder.gated(buffers.first(n)), logit_indices)
         # Which adapter is whose has been said for all tokens, so the last piece computes all of them.
         next(replays)()
         return buffers.hidden[:n] if logit_indices is None else buffers.hidden[logit_indices]

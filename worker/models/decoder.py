@@ -62,6 +62,7 @@ class PieceBuffers:
     | `hidden` | `[n, hidden_size]` | hidden states from one piece to the next |
     | `queries` | `[n, num_heads, query_size]` | input of the attention between two pieces |
     | `attended` | `[n, num_heads, output_size]` | its output |
+    | `gates` | `[n, gates]` | the gates of that output (`DecoderConfig.output_gate`), from one piece to the next |
     """
 
     token_ids: torch.Tensor
@@ -72,6 +73,7 @@ class PieceBuffers:
     hidden: torch.Tensor
     queries: torch.Tensor
     attended: torch.Tensor
+    gates: torch.Tensor
 
     def first(self, n: int) -> "PieceBuffers":
         """The part for the first n tokens."""
@@ -84,6 +86,7 @@ class PieceBuffers:
             self.hidden[:n],
             self.queries[:n],
             self.attended[:n],
+            self.gates[:n],
         )
 
     def place(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,21 +282,30 @@ class Decoder:
         """The part of `forward` between two calls of attention, on a GPU: from layer `index - 1`'s to layer `index`'s.
         With `index` equal to the number of layers, the part after the last one's. `adapted`: as for `forward`.
 
-        Reads `buffers.attended`, the first piece `token_ids` instead. Updates `hidden`, writes `queries` and the keys
-        and values of layer `index`. In a CUDA graph, a piece is launched at once (`worker.executor.piecewise_graphs`).
+        Reads `buffers.attended` and `gates`, the first piece `token_ids` instead. Updates `hidden`, writes `queries`,
+        `gates` and the keys and values of layer `index`. In a CUDA graph, a piece is launched at once (`worker.executor.piecewise_graphs`).
         """
         layers = self.layers if adapted is None else adapted
         if index == 0:
             buffers.hidden.copy_(self._embed(buffers.token_ids, buffers.positions))
         stream = self._stream(buffers.hidden)
         if index > 0:
-            layers[index - 1].post_attention(stream, buffers.attended.flatten(1))
+            layers[index - 1].post_attention(stream, self.gated(buffers))
         if index == len(layers):
             stream.complete()
             return
         attention = layers[index].attention
         assert isinstance(attention, SelfAttention | LatentAttention), "`has_pieces` says which models have pieces"
-        attention.rotate_and_store(attention.project(stream), buffers.positions, buffers, buffers.queries)
+        projected = attention.project(stream)
+        attention.rotate_and_store(projected, buffers.positions, buffers, buffers.queries)
+        if self.config.output_gate is not None:
+            buffers.gates.copy_(projected[:, -buffers.gates.shape[1] :])
+
+    def gated(self, buffers: PieceBuffers) -> torch.Tensor:
+        """What attention has given between two pieces, `[n, num_heads * output_size]`, times its gates if the model has
+        any."""
+        gate, attended = self.config.output_gate, buffers.attended
+        return (attended if gate is None else gate.apply(attended, buffers.gates)).flatten(1)
 
     def finish(
         self,

@@ -287,7 +287,7 @@ def pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[type[Piecewise
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3", "afmoe"])
 def test_pieces(name: str, two_layers: Callable[[str], Path], triton_engine, pieces) -> None:
     folder, (noted_pieces, ran) = two_layers(name), pieces
     engine, _ = triton_engine(folder, token_budget=24, overlap=True)
