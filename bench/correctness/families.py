@@ -498,6 +498,7 @@ def _latent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": sizes.hidden // 3, "tie_word_embeddings": True}
             | _rope(
                 "longrope",
+                factor=1.0,
                 original_max_position_embeddings=sizes.positions,
                 short_factor=_repeated([1.0, 1.1, 1.3, 2.0], rotated // 2),
                 long_factor=_repeated([1.1, 2.5, 7.0], rotated // 2),
