@@ -36,6 +36,10 @@ TARGETS: dict[str, Target] = {
     # Floors by `bench.replica.floors`.
     "gpu.gpt_oss_20b.mini.output_tok_s": Target(None, 10015, 7010),
     "gpu.gpt_oss_20b.bs1.decode_tok_s": Target(None, 497, 249),
+    "gpu.gpt_oss_20b_mxfp4.mini.output_tok_s": Target(None, 23836, 16700),
+    "gpu.gpt_oss_20b_mxfp4.bs1.decode_tok_s": Target(None, 963, 482),
+    "gpu.gpt_oss_120b.mini.output_tok_s": Target(None, 6922, 4850),
+    "gpu.gpt_oss_120b.bs1.decode_tok_s": Target(None, 713, 357),
     "gpu.gemma3_12b.mini.output_tok_s": Target(None, 6057, 4240),
     "gpu.gemma3_12b.bs1.decode_tok_s": Target(None, 151, 75.5),
     "gpu.llama70b.tp4.mini_half.output_tok_s": Target(3205, None, 3500),

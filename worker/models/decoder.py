@@ -302,7 +302,7 @@ class Decoder:
             buffers.gates.copy_(projected[:, -buffers.gates.shape[1] :])
 
     def gated(self, buffers: PieceBuffers) -> torch.Tensor:
-        """What attention has given between two pieces, `[n, num_heads * output_size]`, times its gates if the model has
+        """The output of attention between two pieces, `[n, num_heads * output_size]`, times its gates if the model has
         any."""
         gate, attended = self.config.output_gate, buffers.attended
         return (attended if gate is None else gate.apply(attended, buffers.gates)).flatten(1)
