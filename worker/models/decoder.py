@@ -283,7 +283,8 @@ class Decoder:
         With `index` equal to the number of layers, the part after the last one's. `adapted`: as for `forward`.
 
         Reads `buffers.attended` and `gates`, the first piece `token_ids` instead. Updates `hidden`, writes `queries`,
-        `gates` and the keys and values of layer `index`. In a CUDA graph, a piece is launched at once (`worker.executor.piecewise_graphs`).
+        `gates` and the keys and values of layer `index`. In a CUDA graph, a piece is launched at once
+        (`worker.executor.piecewise_graphs`).
         """
         layers = self.layers if adapted is None else adapted
         if index == 0:
