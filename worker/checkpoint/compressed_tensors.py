@@ -13,6 +13,7 @@ or several integers in a word.
 | | `weight_shape` | the two sizes |
 | | `weight_zero_point` | int32 `[out / n, groups]`: n zeros, likewise; missing if all are half of the range |
 | | `weight_g_idx` | the group of each column; missing or -1 if groups are of neighbours |
+| `nvfp4-pack-quantized` | `weight_packed`, `weight_scale`, `weight_global_scale` | as in `worker.checkpoint.nvfp4` |
 
 Activations, which such a checkpoint may have in 8 bits too, are in 16 or 32 bits, but for products in FP8.
 """
@@ -23,12 +24,28 @@ from functools import partial
 import torch
 
 from worker.checkpoint import fp8
+from worker.checkpoint.nvfp4 import Nvfp4Matrix
 from worker.checkpoint.packed_matrix import PackedMatrix, PackedTensor
 from worker.checkpoint.tensors import ModelTensor, Read, StoredTensor
 from worker.models.quantization import Quantization
 
-_PARTS = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_packed")
-_LEFT_OUT = ("input_scale", "input_zero_point", "output_scale", "q_scale", "k_scale", "v_scale")
+_PARTS = (
+    "weight_scale",
+    "weight_zero_point",
+    "weight_shape",
+    "weight_g_idx",
+    "weight_packed",
+    "weight_global_scale",
+)
+_LEFT_OUT = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "output_scale",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+)
 
 
 def model_tensors(stored: list[StoredTensor], said: Quantization, device: torch.device) -> Iterator[ModelTensor]:
@@ -37,7 +54,11 @@ def model_tensors(stored: list[StoredTensor], said: Quantization, device: torch.
     by_name = {tensor.name: tensor for tensor in stored}
     for tensor in stored:
         module, _, kind = tensor.name.rpartition(".")
-        if kind == "weight_packed":
+        if kind == "weight_packed" and tensor.dtype == "U8":
+            scales, factor = (_needed(by_name, module, part) for part in ("weight_scale", "weight_global_scale"))
+            name = f"{module}.weight"
+            yield Nvfp4Matrix(name, tensor, scales, 1.0 / float(factor.whole()), device).model_tensor()
+        elif kind == "weight_packed":
             yield _packed(tensor, module, by_name, device).model_tensor()
         elif kind in _LEFT_OUT or kind in _PARTS:
             continue

@@ -4,7 +4,8 @@
 | --- | --- | --- |
 | numbers in floating point | | |
 | `fp8` | `fp8.py` | 8 bits |
-| `compressed-tensors` | `compressed_tensors.py` | 8 bits; blocks of integers |
+| `compressed-tensors` | `compressed_tensors.py`, with NVFP4 by `nvfp4.py` | 8 bits; blocks of integers |
+| `modelopt` | `modelopt.py`, through `fp8.py` and `nvfp4.py` | 8 bits |
 | `awq`, `gptq` | `awq.py`, `gptq.py`, both through `packed_matrix.py` | blocks of integers |
 | `mxfp4` of gpt-oss | `gpt_oss_experts.py` | 4 bits |
 | GGUF | `gguf_file.py` | blocks of integers |
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from worker.checkpoint import awq, compressed_tensors, fp8, gguf_file, gptq, turned_experts
+from worker.checkpoint import awq, compressed_tensors, fp8, gguf_file, gptq, modelopt, turned_experts
 from worker.checkpoint.gpt_oss_experts import arranged
 from worker.checkpoint.safetensors_files import stored_tensors
 from worker.checkpoint.tensors import ModelTensor, StoredTensor, transposed
@@ -30,6 +31,7 @@ device. Raises ValueError for files that the format does not explain."""
 FORMATS: Mapping[Method, CheckpointFormat] = {
     "fp8": fp8.model_tensors,
     "compressed-tensors": compressed_tensors.model_tensors,
+    "modelopt": modelopt.model_tensors,
     "awq": awq.model_tensors,
     "gptq": gptq.model_tensors,
 }

@@ -5,8 +5,8 @@
 | as published, in MXFP4 | `[2 * size, hidden / 32, 16]`, rows in turns: a gate, its up | `[hidden, size / 32, 16]` |
 | as transformers saves them | `[hidden, 2 * size]`, columns in turns | `[size, hidden]` |
 
-Biases have gates and ups in turns in both. MXFP4 (Open Compute Project, Microscaling Formats 1.0) has a byte for two
-numbers, e2m1, the first in the low bits. Blocks of 32 share a scale, the power of two of a byte less 127. These numbers
+Biases have gates and ups in turns in both. MXFP4 (Open Compute Project, Microscaling Formats 1.0) has numbers of 4 bits
+(`worker.checkpoint.e2m1`). Blocks of 32 share a scale, the power of two of a byte less 127. These numbers
 times their scales are exact in bfloat16 and float32. Ranks have whole blocks (`ExpertsConfig.unit`).
 """
 
@@ -15,12 +15,11 @@ from functools import partial
 
 import torch
 
+from worker.checkpoint.e2m1 import numbers
 from worker.checkpoint.tensors import ModelTensor, Read, ReadMxfp4, StoredTensor
 
 _BLOCK = 32
 _SCALE_BIAS = 127
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1 = torch.tensor((*_POSITIVE, *(-number for number in _POSITIVE)))
 
 
 def arranged(tensors: Iterable[StoredTensor], device: torch.device, dtype: torch.dtype) -> Iterator[ModelTensor]:
@@ -62,13 +61,10 @@ def dequantized(blocks: torch.Tensor, scales: torch.Tensor, device: torch.device
     """
     experts, rows, groups = scales.shape
     out = torch.empty(experts, rows, groups * _BLOCK, dtype=dtype, device=device)
-    numbers = _E2M1.to(device)
     # One expert at a time: codes and float32 take ten times the memory of the blocks.
     for own, packed, powers in zip(out, blocks, scales, strict=True):
-        on_device = packed.to(device)
-        codes = torch.stack((on_device & 15, on_device >> 4), dim=-1).flatten(2)
         exponents = powers.to(device).int() - _SCALE_BIAS
-        own.copy_(torch.ldexp(numbers[codes.int()], exponents[..., None]).flatten(1))
+        own.copy_(torch.ldexp(numbers(packed.to(device)), exponents[..., None]).flatten(1))
     return out
 
 

@@ -292,6 +292,8 @@ def read_config(model: Path) -> HfConfig:
     Raises ValueError if the folder has none that transformers understands.
     """
     values = _config_values(model)
+    if not values.get("quantization_config") and (said := _modelopt_config(model)) is not None:
+        values |= {"quantization_config": said}
     if values.get("model_type") in _WITH_TEXT_PART:
         text = values["text_config"]
         of_all = {"tie_word_embeddings": values.get("tie_word_embeddings", text.get("tie_word_embeddings", True))}
@@ -304,6 +306,19 @@ def read_config(model: Path) -> HfConfig:
     if not getattr(hf, "tie_word_embeddings", True) and _is_headless(model):
         hf.tie_word_embeddings = True
     return hf
+
+
+def _modelopt_config(model: Path) -> dict[str, Any] | None:
+    """The checkpoint's format by a file next to config.json, as `quantization_config` would: older checkpoints
+    of Model Optimizer have it there alone. None if there is no such file. Raises ValueError if it cannot be read."""
+    path = model / "hf_quant_config.json"
+    try:
+        said = json.loads(path.read_text())["quantization"]
+        return {"quant_method": "modelopt", "quant_algo": said["quant_algo"]}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not as Model Optimizer writes it: {error!r}") from None
 
 
 def _is_headless(model: Path) -> bool:

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Method = Literal["fp8", "compressed-tensors", "awq", "gptq", "mxfp4"]
+Method = Literal["fp8", "compressed-tensors", "modelopt", "awq", "gptq", "mxfp4"]
 
 UNDERSTOOD = (
-    "fp8 (e4m3), compressed-tensors (float-quantized, int-quantized, pack-quantized), awq (4 bits, gemm), gptq (4 and "
-    "8 bits), mxfp4 of gpt-oss"
+    "fp8 (e4m3), compressed-tensors (float-quantized, int-quantized, pack-quantized, nvfp4-pack-quantized), modelopt "
+    "(FP8, NVFP4), awq (4 bits, gemm), gptq (4 and 8 bits), mxfp4 of gpt-oss"
 )
+
+# `quant_algo`: a scale for a matrix, for each row, for blocks; numbers of 4 bits; matrices of several kinds.
+_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,13 @@ def quantization(model_type: str, said: dict[str, Any] | None) -> Quantization |
     method = said.get("quant_method", "an unknown method")
     if method == "mxfp4" and model_type == "gpt_oss":
         return Quantization("mxfp4", bits=4)
-    known = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}
+    known = {
+        "fp8": _fp8,
+        "compressed-tensors": _compressed_tensors,
+        "modelopt": _modelopt,
+        "awq": _awq,
+        "gptq": _gptq,
+    }
     if method not in known:
         raise _refusal(method)
     return known[method](said)
@@ -59,6 +68,14 @@ def _fp8(said: dict[str, Any]) -> Quantization:
         raise _refusal(f"fp8, {numbers}")
     block = said.get("weight_block_size")
     return Quantization("fp8", block=None if block is None else (int(block[0]), int(block[1])))
+
+
+def _modelopt(said: dict[str, Any]) -> Quantization:
+    """Which matrices are in FP8 and which in NVFP4, tensors say."""
+    algorithm = said.get("quant_algo")
+    if algorithm is not None and algorithm.upper() not in _MODELOPT:
+        raise _refusal(f"modelopt, {algorithm}")
+    return Quantization("modelopt", block=(128, 128) if algorithm and algorithm.upper() == "FP8_PB_WO" else None)
 
 
 def _awq(said: dict[str, Any]) -> Quantization:
@@ -91,6 +108,8 @@ def _compressed_tensors(said: dict[str, Any]) -> Quantization:
         name = f"compressed-tensors, {kind}, {numbers} of {bits} bits, {strategy}"
         in_8_bits = kind in ("float-quantized", "int-quantized", "naive-quantized") and bits == 8
         packed = kind == "pack-quantized" and numbers == "int" and bits in (4, 8)
+        if kind == "nvfp4-pack-quantized" and (numbers, bits) == ("float", 4):
+            continue
         if not (in_8_bits or packed) or strategy not in ("tensor", "channel", "group", "block"):
             raise _refusal(name)
         if in_8_bits and strategy == "block":

@@ -171,3 +171,28 @@ def packed(bits: int, group: int | None, symmetric: bool, in_order: bool = True)
         return own, whole
 
     return quantized
+
+
+# ---------------------------------------------------------------- numbers of 4 bits
+
+E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+
+
+def nvfp4(packed: str, factor: str) -> Quantizer:
+    """`packed`, `factor`: names of the bytes and of what is the same for a matrix."""
+
+    def quantized(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        groups = weight.unflatten(1, (-1, 16))
+        said = weight.abs().max() / (6 * 448)
+        if factor == "weight_global_scale":
+            said = 1.0 / said
+        whole = 1.0 / float(said) if factor == "weight_global_scale" else float(said)
+        scales = (groups.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
+        worth = scales.float() * whole
+        codes = ((groups / worth[..., None]).abs()[..., None] - E2M1).abs().argmin(-1)
+        numbers = E2M1[codes] * groups.sign() * worth[..., None]
+        codes = (codes + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+        tensors = {packed: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales, factor: said.reshape(())}
+        return tensors | {"input_scale": torch.ones(())}, numbers.flatten(1)
+
+    return quantized

@@ -21,6 +21,7 @@ from tests.worker.checkpoint.quantized import (
     gptq,
     in_blocks,
     int8_by_row,
+    nvfp4,
     packed,
     write,
 )
@@ -41,6 +42,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "z
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "checkpoint_format": "gptq"}
 BLOCKS = FP8 | {"weight_block_size": [128, 128]}
 FLOAT8 = {"num_bits": 8, "type": "float"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}
 INT4 = {"num_bits": 4, "type": "int", "group_size": 64, "strategy": "group"}
 
 # What a format is called here: how matrices are quantized, what config.json says of it, and as what they can be kept.
@@ -59,6 +62,13 @@ FORMATS: dict[str, tuple[Quantizer, dict[str, Any], type | None]] = {
         compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
         BlockMatrix,
     ),
+    "compressed nvfp4": (
+        nvfp4("weight_packed", "weight_global_scale"),
+        compressed("nvfp4-pack-quantized", **NVFP4),
+        None,
+    ),
+    "modelopt fp8": (by_tensor, MODELOPT | {"quant_algo": "FP8"}, Fp8Weight),
+    "modelopt nvfp4": (nvfp4("weight", "weight_scale_2"), MODELOPT, None),
     "awq": (awq(64), AWQ, BlockMatrix),
     "awq, group of 128": (awq(128), AWQ | {"group_size": 128}, BlockMatrix),
     "gptq": (gptq(4, 64, False), GPTQ, BlockMatrix),
@@ -292,7 +302,37 @@ def test_the_words_of_gptq(layout: str, zeros: str, tmp_path: Path) -> None:
     assert read(tmp_path, tensors, GPTQ | {"checkpoint_format": layout}).keys() == {"a.weight", "a.bias", "b.bias"}
 
 
+def test_modelopt(tmp_path: Path) -> None:
+    """Numbers and scales of 4 bits by hand; scales of blocks; what is left out; a part that cuts groups."""
+    packed = torch.tensor([[0x21, 0xF7, *[0] * 14], [0x80, 0x0A, *[1] * 14]], dtype=torch.uint8)
+    scales = torch.tensor([[2.0, 1.0], [0.5, 4.0]]).to(torch.float8_e4m3fn)
+    tensors = {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": torch.tensor([0.25])}
+    tensors |= {"b.weight": E4M3, "b.weight_scale": torch.full((1, 1, 1, 1), 3.0), "b.k_scale": torch.ones(1)}
+    got = read(tmp_path, tensors, MODELOPT | {"quant_algo": "FP8_PB_WO"})
+    first, second = torch.tensor([0.5, 1.0, 6.0, -6.0]) * 0.5, torch.tensor([0.0, -0.0, -1.0, 0.0]) * 0.125
+    assert got.keys() == {"a.weight", "b.weight"}
+    assert torch.equal(got["a.weight"][:, :4], torch.stack((first, second)))
+    assert got["a.weight"][1, 16:].tolist() == [0.5, 0.0] * 8 and torch.equal(got["b.weight"], torch.full((8, 8), 3.0))
+    a, _ = model_tensors(tmp_path, decoder_config(read_config(tmp_path)), CPU, torch.float32)
+    assert torch.equal(a.read(1, range(3, 29)), got["a.weight"][:, 3:29])
+
+
+def test_the_format_of_modelopt_in_a_file_of_its_own(written: Written, tmp_path: Path) -> None:
+    folder, plain = written("modelopt nvfp4")
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("quantization_config") == MODELOPT
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    got, wanted = load(tmp_path), load(plain)
+    assert all(torch.equal(dense(got[key]), dense(weight)) for key, weight in wanted.items())
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": []}')
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json is not as Model Optimizer writes it"):
+        read_config(tmp_path)
+
+
 E4M3 = torch.ones(8, 8).to(torch.float8_e4m3fn)
+BYTES = torch.ones(8, 8, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -317,6 +357,9 @@ E4M3 = torch.ones(8, 8).to(torch.float8_e4m3fn)
             GPTQ,
             r"a\.scales has 2 groups: a\.weight has 8 columns in groups of 64, which makes 1",
         ),
+        ({"a.weight": BYTES}, MODELOPT, r"a quantized a, and no a\.weight_scale"),
+        ({"a.weight": BYTES, "a.weight_scale": torch.ones(8, 1), "a.weight_scale_2": torch.ones(1)}, MODELOPT, "NVFP4"),
+        ({"a.weight": torch.ones(8, 8), "a.pre_quant_scale": torch.ones(8)}, MODELOPT, r"a\.pre_quant_scale.*\(AWQ\)"),
         (
             {"a.weight_packed": torch.ones(8, 1).int(), "a.weight_scale": torch.ones(8, 1)},
             compressed("pack-quantized", **INT4),
@@ -335,15 +378,15 @@ def test_files_that_lack_something(
     ("said", "name"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
+        (MODELOPT | {"quant_algo": "W4A16_AWQ"}, "modelopt, W4A16_AWQ"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
         (FP8 | {"fmt": "e5m2"}, "fp8, e5m2"),
         (AWQ | {"version": "gemv"}, "awq, 4 bits, gemv"),
         (GPTQ | {"bits": 3}, "gptq, 3 bits, gptq"),
         (GPTQ | {"is_marlin_format": True}, "gptq, 4 bits, marlin"),
         (
-            compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group"),
-            "compressed-tensors, nvfp4-pack-quantized, float of 4 bits, tensor_group",
+            compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group"),
+            "compressed-tensors, mxfp4-pack-quantized, float of 4 bits, group",
         ),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors, marlin-24"),
         (
