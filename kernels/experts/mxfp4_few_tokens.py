@@ -4,8 +4,9 @@ A number takes two instructions to read and one to multiply, if each is multipli
 would take longer than the memory. So tensor cores multiply here too: a token's states are all of the columns of the
 other factor, which are the same.
 
-`_down_token` reads the weights of a token's first experts before it waits, as the kernel there does, and those of the
-others while it multiplies. Each of its warps has chunks of its own.
+Each warp of a program has chunks of its own, reads some ahead of those that it multiplies (a tile's `stages`), and has
+all rows of the program. `_down_token` reads the first chunks of a token's experts before it waits, as the kernel there
+does. Rows are always filled: an expert has whole groups of columns in both matrices, and so multiples of `GROUP` rows.
 
 Imported only where there is a GPU (or Triton's interpreter). Sums are in float32.
 """
@@ -24,7 +25,8 @@ from kernels.ops.fused import gated
 from kernels.pdl import launch_dependents, wait_for_previous
 
 ROWS = 2 * TURN
-"""Rows of a program's weight, whatever its tile's `columns`: as many as tensor cores' products have."""
+"""Rows that are multiplied at once: as many as tensor cores' products have. A program of the first product has a
+multiple, with `TURN` of its tile's `columns` in each; one of the second product has these, whatever its `columns`."""
 
 _GROUP, _CHUNK, _WORDS, _TURN, _ROWS = (tl.constexpr(size) for size in (GROUP, CHUNK, WORDS, TURN, ROWS))
 _SAME = tl.constexpr(8)  # columns of tensor cores' products at least
@@ -83,8 +85,7 @@ def down(
     out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum of each token's experts, times their shares, and of `residual`, `[n, hidden]`, in `out` if given. A
-    tile's `stages` are the experts of a token whose weights are read ahead.
+    """The sum of each token's experts, times their shares, and of `residual`, `[n, hidden]`, in `out` if given.
 
     The kernel launched last before must be that of `gate_up` for the same `chosen`, or a plain one (`kernels.pdl`).
     """
