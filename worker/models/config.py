@@ -128,7 +128,7 @@ class DecoderConfig:
     learned_positions: int = 0
     layer_inputs: LayerInputsConfig | None = None
     layer_scales: bool = False
-    weight_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    weight_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
     extra_layers: int = 0
     ranks: int = 1
     is_first: bool = True
