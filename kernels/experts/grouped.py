@@ -121,7 +121,7 @@ def gate_up(
         weights.gate_up_bias is not None,
         scale_columns,
         hidden % tile.depth == 0,
-        _precision(x.dtype),
+        precision(x.dtype),
         tiles.rows,
         tile.columns,
         tile.depth,
@@ -158,7 +158,7 @@ def down(
         weights.down_bias is not None,
         scale_columns,
         size % tile.depth == 0,
-        _precision(inner.dtype),
+        precision(inner.dtype),
         tiles.rows,
         tile.columns,
         tile.depth,
@@ -182,7 +182,7 @@ def combine(
     return out
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
     """How float32 is multiplied: in full, as everywhere in a float32 model."""
     return "ieee" if dtype == torch.float32 else "tf32"
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
-from kernels.experts.mxfp4_grouped import precision
+from kernels.experts.grouped import precision
 from kernels.experts.mxfp4_numbers import numbers_of_group
 from kernels.experts.mxfp4_weight import CHUNK, GROUP, TURN, WORDS, chunks_of
 from kernels.experts.tiles import ExpertTiles

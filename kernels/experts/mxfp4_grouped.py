@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
+from kernels.experts.grouped import precision
 from kernels.experts.mxfp4_numbers import numbers_of_chunk
 from kernels.experts.mxfp4_weight import CHUNK, TURN, WORDS, chunks_of
 from kernels.experts.pair_blocks import PairBlocks
@@ -83,11 +84,6 @@ def down(
         **pdl.OPTIONS,
     )
     return parts
-
-
-def precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: in full, as everywhere in a float32 model."""
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @triton.jit

@@ -26,7 +26,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "bias": ("none", None),
     "modules_to_save": ([], None),
-    "fan_in_fan_out": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "lora_bias": (False, None),

@@ -23,7 +23,7 @@ from worker.config import WorkerConfig
 from worker.engine.step_costs import step_costs
 from worker.folders import replaced
 from worker.messages import StepCosts
-from worker.models.config import decoder_config, read_config
+from worker.models.config import decoder_config, in_memory, read_config
 from worker.models.layer_specs import roofline_model
 from worker.models.sharding import Shard
 
@@ -63,7 +63,7 @@ class CostStore:
     def load(cls, model: Path, config: WorkerConfig, device: torch.device, folder: Path | None = None) -> "CostStore":
         """Returns the cost models of a model, given as a folder or file, on devices like this one. `folder` is as in
         `__init__`."""
-        whole = decoder_config(read_config(model))
+        whole = in_memory(decoder_config(read_config(model)), device.type, config.dtype, config.dequantize)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         rows = rows_of(config, device)
         shards = [Shard(whole, stage=stage, stages=config.pp, cut=config.cut) for stage in range(config.pp)]
@@ -202,8 +202,8 @@ def _guess(name: str, shard: Shard, config: WorkerConfig, device: str, rows: Pad
     }
     if whole.experts is not None:
         identity["experts"] = [whole.experts.count, whole.experts.routing.top_k, whole.experts.intermediate_size]
-    if whole.experts is not None and whole.experts.in_mxfp4:
-        identity["in_mxfp4"] = not config.dequantize
+        if whole.experts.in_mxfp4:
+            identity["dtype"] += "+mxfp4"
     if config.enable_expert_parallel:
         identity["enable_expert_parallel"] = True
     return CostModel(stage.seconds, identity, shard.stage, rows)

@@ -14,7 +14,7 @@ from pipeline.roofline import DEVICES, make_stages
 from worker.config import WorkerConfig
 from worker.executor.kv_cache import GPU_MEMORY_FRACTION
 from worker.executor.state_cache import row_bytes
-from worker.models.config import DecoderConfig, decoder_config, read_config
+from worker.models.config import DecoderConfig, decoder_config, in_memory, read_config
 from worker.models.layer_specs import roofline_model
 from worker.models.sharding import Shard
 
@@ -73,8 +73,7 @@ def most_running(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) 
     `MOST_RUNNING`."""
     tokens = config.kv_tokens
     if tokens is None:
-        if config.dequantize and model.experts is not None:
-            model = replace(model, experts=replace(model.experts, in_mxfp4=False))
+        model = in_memory(model, "cuda", config.dtype, config.dequantize)
         device = replace(DEVICES["h200"], memory_bytes=float(memory_bytes))
         cut = [Shard(model, stage=stage, stages=config.pp, cut=config.cut).layers for stage in range(config.pp)]
         stages = make_stages(roofline_model("", model), device, config.pp, config.tp, cut=cut)

@@ -441,6 +441,14 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
     return config
 
 
+def in_memory(model: DecoderConfig, device: str, dtype: str, dequantize: bool) -> DecoderConfig:
+    """The model with experts in the format that ranks have them in: those in MXFP4 are multiplied out but for bfloat16
+    on a GPU. `device`: `cpu` or `cuda`; `dtype`: as in `WorkerConfig`."""
+    if model.experts is None or (device == "cuda" and dtype in ("auto", "bfloat16") and not dequantize):
+        return model
+    return replace(model, experts=replace(model.experts, in_mxfp4=False))
+
+
 def quantization_config(hf: HfConfig) -> dict[str, Any] | None:
     """Description of a quantized checkpoint's format in config.json; None if it has none. Older checkpoints of
     compressed-tensors have another name for it."""
@@ -470,8 +478,10 @@ def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index:
     if said is None:  # a family that never rotates
         return Rope(head_dim, 1e4, rotated=0)
     parameters = dict(said.get(layer_type) or said)
-    if "rope_theta" not in parameters:  # kinds of layers have rotations of their own, and this one none
-        return Rope(head_dim, 1e4, rotated=0)
+    if "rope_theta" not in parameters:  # kinds of layers have rotations of their own
+        if layer_type in ("conv", "linear_attention"):
+            return Rope(head_dim, 1e4, rotated=0)
+        raise ValueError(f"rope_parameters lack rope_theta for {layer_type}")
     kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
     if rules.thetas is not None:
         theta = rules.thetas[index]

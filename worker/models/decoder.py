@@ -289,7 +289,7 @@ class Decoder:
         layers = self.layers if adapted is None else adapted
         if index == 0:
             buffers.hidden.copy_(self._embed(buffers.token_ids, buffers.positions))
-        stream = self._stream(buffers.hidden)
+        stream = self._stream(buffers.hidden, first=max(0, index - 1))
         if index > 0:
             layers[index - 1].post_attention(stream, self.gated(buffers))
         if index == len(layers):
@@ -299,8 +299,8 @@ class Decoder:
         assert isinstance(attention, SelfAttention | LatentAttention), "`has_pieces` says which models have pieces"
         projected = attention.project(stream)
         attention.rotate_and_store(projected, buffers.positions, buffers, buffers.queries)
-        if self.config.output_gate is not None:
-            buffers.gates.copy_(projected[:, -buffers.gates.shape[1] :])
+        if isinstance(attention, SelfAttention) and (gates := attention.gates(projected)) is not None:
+            buffers.gates.copy_(gates)
 
     def gated(self, buffers: PieceBuffers) -> torch.Tensor:
         """The output of attention between two pieces, `[n, num_heads * output_size]`, times its gates if the model has

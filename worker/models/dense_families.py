@@ -237,7 +237,7 @@ def cohere(hf: HfConfig) -> dict[str, Any]:
         "parallel": "one norm",
         "qkv_bias": hf.attention_bias,
         "out_bias": hf.attention_bias,
-        "logit_scale": hf.logit_scale,
+        "logit_scale": 1.0 if hf.logit_scale is None else hf.logit_scale,
         "rope_rules": RopeRules(is_interleaved=True),
     }
 

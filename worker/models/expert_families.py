@@ -93,7 +93,9 @@ def cohere2_moe(hf: HfConfig) -> dict[str, Any]:
     kinds = {"sigmoid": hf.norm_topk_prob, "softmax": True}
     if (kind := hf.expert_selection_fn) not in kinds:
         raise ValueError(f"cohere2_moe models with expert_selection_fn {kind!r} are not supported")
-    is_mean = hf.num_shared_experts > 0 and hf.shared_expert_combination_strategy == "average"
+    if (joined := hf.shared_expert_combination_strategy) not in ("sum", "average"):
+        raise ValueError(f"cohere2_moe models with shared_expert_combination_strategy {joined!r} are not supported")
+    is_mean = hf.num_shared_experts > 0 and joined == "average"
     routing = Routing(hf.num_experts_per_tok, kind, kinds[kind], scale=0.5 if is_mean else 1.0)
     layers, size = sparse_layers(hf), hf.intermediate_size
     experts = ExpertsConfig(expert_count(hf), size, routing, layers, size * hf.num_shared_experts)

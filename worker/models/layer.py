@@ -95,10 +95,14 @@ class SelfAttention:
                 out = context.attention.run(self.kv_layer, queries, *kv)
             else:
                 out = context.attention.attend(self.kv_layer, queries)
-        if (gate := self.config.output_gate) is not None:
-            gates = gate.size(self.config.num_heads, self.config.head_dim)
-            out = gate.apply(out, qkv[:, -gates:])
+        if (gate := self.config.output_gate) is not None and (gates := self.gates(qkv)) is not None:
+            out = gate.apply(out, gates)
         return out.flatten(1)
+
+    def gates(self, qkv: torch.Tensor) -> torch.Tensor | None:
+        """The gates of `forward`'s result, `[n, gates]`, of the result of `project`; None if the model has none."""
+        gate = self.config.output_gate
+        return None if gate is None else qkv[:, -gate.size(self.config.num_heads, self.config.head_dim) :]
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
         """Adds the output product of `forward`'s result."""

@@ -9,9 +9,11 @@ import torch.distributed as dist
 
 from kernels.comm import cuda_ipc
 from kernels.ops.norm import add_rms_norm
-from tests.worker.conftest import DELTA_NETS, TINY, together
+from tests.worker.conftest import DELTA_NETS, TINY, make_tiny, together
 from tests.worker.executor.test_multi_rank import generated, settings
 from worker.executor.model_runner import ModelRunner
+from worker.models.decoder import PieceBuffers
+from worker.models.layer import SelfAttention
 from worker.parallel import custom_all_reduce
 from worker.parallel.communicator import Communicator
 from worker.parallel.pipeline_stage import PipelineStage
@@ -140,3 +142,25 @@ def test_none_does_where_a_gpu_shares_no_memory(shares: Shares, monkeypatch: pyt
 def test_none_does_where_nccl_is_told_not_to(shares: Shares, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert shares.find() == [None, None]
+
+
+@pytest.mark.parametrize("name", ["phi", "qwen3"])  # with one sum a layer, and with two
+def test_pieces_take_turns(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece goes on with the turn after the last one's. What attention gives does not matter here."""
+    monkeypatch.setattr(SelfAttention, "rotate_and_store", lambda *_: None)
+    folder, layers = make_tiny(name, tmp_path, layers=4), 4
+
+    def work(group: Communicator) -> int:
+        decoder = ModelRunner(folder, settings(tp=2), stage=PipelineStage.only(group)).decoder
+        config, n = decoder.config, 3
+        group._custom_all_reduce = sums = Sums(group)
+        states = torch.zeros(n, config.num_heads, config.head_dim)
+        ids, hidden = torch.arange(n), torch.zeros(n, config.hidden_size)
+        buffers = PieceBuffers(ids, ids, [], [], [], hidden, states, states, torch.zeros(n, 0))
+        with torch.inference_mode():
+            for index in range(config.num_layers):
+                decoder.piece(index, buffers)
+            decoder.finish(hidden, decoder.gated(buffers))
+        return sums.count
+
+    assert together(2, work) == [1 + layers * (1 if name == "phi" else 2)] * 2
