@@ -17,7 +17,7 @@ from worker.executor.model_runner import ModelRunner
 from worker.messages import Adapter, Generate
 
 ADAPTERS: dict[str, dict] = {
-    "all": {"rank": 4},
+    "all": {"rank": 4, "fan_in_fan_out": True},  # which says how the base weight is kept, as GPT-2's
     "some": {"rank": 3, "targets": ("q_proj", "v_proj", "down_proj"), "use_rslora": True},
     "late": {"rank": 2, "targets": ("o_proj", "up_proj"), "layers": (2, 3)},
 }

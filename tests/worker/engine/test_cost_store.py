@@ -119,6 +119,10 @@ def test_what_a_gpu_settles(tmp_path: Path) -> None:
     with_states = on_gpu(WorkerConfig(), replace(model, recurrent=nets), 141 * 10**9).max_running
     state_bytes = model.num_layers * nets.states.row_bytes(torch.bfloat16)
     assert gpu_defaults.LEAST_RUNNING < with_states <= 0.15 * 141e9 / state_bytes < with_states + 16
+    experts = decoder_config(read_config(dummy_models.write("gpt-oss-20b-mxfp4", tmp_path / "gpt-oss")))
+    ways: list[dict] = [{}, {"dtype": "float16"}, {"dequantize": True}]
+    in_4_bits, *multiplied_out = [on_gpu(WorkerConfig(**way), experts, 48 * 10**9).max_running for way in ways]
+    assert in_4_bits > multiplied_out[0] == multiplied_out[1]
     said = {"schedule": "offline", "max_running": 64, "token_budget": 512}
     config = on_gpu(WorkerConfig.model_validate(said), model, 141 * 10**9)
     assert config.model_dump(include=set(said)) == said

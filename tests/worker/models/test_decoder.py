@@ -174,6 +174,13 @@ def test_unsupported_variants(changes: dict, message: str) -> None:
         decoder_config(LlamaConfig(**changes))
 
 
+def test_a_kind_of_layers_without_a_rotation(tiny_model: Callable[[str], Path]) -> None:
+    config = AutoConfig.from_pretrained(tiny_model("laguna_moe"))
+    del config.rope_parameters["sliding_attention"]
+    with pytest.raises(ValueError, match="lack rope_theta for sliding_attention"):
+        decoder_config(config)
+
+
 @pytest.mark.parametrize(
     "changes", [{"mamba_proj_bias": True}, {"time_step_limit": (0.0, 0.1)}, {"hidden_act": "gelu"}]
 )
