@@ -20,7 +20,7 @@ from kernels import pdl
 from kernels.experts.fp8_numbers import arguments, numbers, scales_of
 from kernels.experts.pair_blocks import PairBlocks
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles
-from kernels.experts.weights import ExpertWeights
+from kernels.experts.weights import ExpertWeights, precision
 from kernels.ops.fused import gated, plain
 from kernels.pdl import launch_dependents, wait_for_previous
 
@@ -180,11 +180,6 @@ def combine(
         parts, chosen, out, hidden, first, experts, top_k, _COMBINED_COLUMNS, num_warps=4, **pdl.OPTIONS
     )
     return out
-
-
-def precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: in full, as everywhere in a float32 model."""
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @triton.jit

@@ -11,12 +11,11 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
-from kernels.experts.grouped import precision
 from kernels.experts.mxfp4_numbers import numbers_of_chunk
 from kernels.experts.mxfp4_weight import CHUNK, TURN, WORDS, chunks_of
 from kernels.experts.pair_blocks import PairBlocks
 from kernels.experts.tiles import ExpertTiles
-from kernels.experts.weights import ExpertWeights
+from kernels.experts.weights import ExpertWeights, precision
 from kernels.ops.fused import gated
 from kernels.pdl import launch_dependents, wait_for_previous
 

@@ -79,3 +79,8 @@ def in_memory(weight: ExpertWeight) -> tuple[torch.Tensor, ExpertScales | None]:
     columns = GROUP if weight.scales.shape[2] > 1 else _ALL_COLUMNS
     factors = weight.scales.transpose(1, 2).contiguous().mul_(_DECODED)
     return weight.values.view(torch.uint8).contiguous(), ExpertScales(factors, columns)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How Triton multiplies states of this dtype: float32 in full, as everywhere in a float32 model."""
+    return "ieee" if dtype == torch.float32 else "tf32"
