@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 
+from worker.checkpoint.e2m1 import NUMBERS
+
 GROUP = 32  # numbers that share a scale
-_E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+_E2M1 = NUMBERS[:8]  # those that are not negative
 
 
 def publish(folder: Path) -> None:

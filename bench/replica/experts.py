@@ -72,7 +72,7 @@ def make_layers(shape: ExpertShape, device: torch.device, dtype: torch.dtype, in
                 generator=generator,
             )
             exponents = torch.full(blocks.shape[:3], 127, dtype=torch.uint8, device=device)
-            exponents += round(math.log2(sizes[-1] ** -0.5 / 2.93))  # the size of random e2m1
+            exponents += round(math.log2(sizes[-1] ** -0.5 / mxfp4_weight.E2M1_SIZE))
             return mxfp4_weight.of_blocks(blocks, exponents, has_gates)
         made = torch.empty(sizes, device=device, dtype=dtype)
         return made.normal_(0.0, sizes[-1] ** -0.5, generator=generator)

@@ -29,7 +29,11 @@ _BIAS = 127  # of a scale's exponent
 _DECODED = 126  # power of two by which `kernels.experts.mxfp4_numbers` makes numbers too small
 _LARGEST = 128  # the largest exponent of a scale, with its bias, that is kept
 _SIGNS, _OTHERS = (15, 12, 13, 14), (6, 3, 0, 9)
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of e2m1, by code; with the sign's bit, 8, they are negative."""
+
+E2M1_SIZE = 2.93
+"""Of random bits as e2m1: the root of the mean square."""
 
 
 class Mxfp4Weight(NamedTuple):
@@ -111,7 +115,7 @@ def row_of_turns(row: torch.Tensor, size: int) -> torch.Tensor:
 
 def multiplied_out(weight: Mxfp4Weight, columns: int, has_gates: bool) -> torch.Tensor:
     """The numbers of a weight of `columns` columns, float32 `[experts, rows, columns]`, gates before ups."""
-    numbers = torch.tensor((*_E2M1, *(-number for number in _E2M1)), device=weight.words.device)
+    numbers = torch.tensor((*E2M1, *(-number for number in E2M1)), device=weight.words.device)
     parts = []
     for group, (sign, others) in enumerate(zip(_SIGNS, _OTHERS, strict=True)):
         halves = torch.stack((weight.words, weight.words >> 16), -1)

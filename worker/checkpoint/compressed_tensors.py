@@ -55,7 +55,7 @@ def model_tensors(stored: list[StoredTensor], said: Quantization, device: torch.
     for tensor in stored:
         module, _, kind = tensor.name.rpartition(".")
         if kind == "weight_packed" and tensor.dtype == "U8":
-            scales, factor = (_needed(by_name, module, part) for part in ("weight_scale", "weight_global_scale"))
+            scales, factor = (needed(by_name, module, part) for part in ("weight_scale", "weight_global_scale"))
             name = f"{module}.weight"
             yield Nvfp4Matrix(name, tensor, scales, 1.0 / float(factor.whole()), device).model_tensor()
         elif kind == "weight_packed":
@@ -71,9 +71,9 @@ def model_tensors(stored: list[StoredTensor], said: Quantization, device: torch.
 
 
 def _packed(words: StoredTensor, module: str, by_name: dict[str, StoredTensor], device: torch.device) -> PackedMatrix:
-    rows, columns = (int(size) for size in _needed(by_name, module, "weight_shape").whole())
+    rows, columns = (int(size) for size in needed(by_name, module, "weight_shape").whole())
     bits = 32 // -(-columns // words.shape[1])
-    scales = _needed(by_name, module, "weight_scale")
+    scales = needed(by_name, module, "weight_scale")
     group = -(-columns // scales.shape[1])
     index, zeros = (by_name.get(f"{module}.{part}") for part in ("weight_g_idx", "weight_zero_point"))
     groups = None if index is None else index.whole().long()
@@ -101,7 +101,7 @@ def _in_8_bits(
     weight: StoredTensor, module: str, by_name: dict[str, StoredTensor], said: Quantization, device: torch.device
 ) -> PackedMatrix:
     rows, columns = weight.shape
-    scales = _needed(by_name, module, "weight_scale")
+    scales = needed(by_name, module, "weight_scale")
     if f"{module}.weight_zero_point" in by_name and by_name[f"{module}.weight_zero_point"].whole().any():
         raise ValueError(f"{weight.name} has integers of 8 bits with zeros, which are not supported")
     group = columns if said.block is None else said.block[1]
@@ -123,7 +123,7 @@ def _of_rows(scales: torch.Tensor, rows: int) -> torch.Tensor:
     return scales.expand(rows).unsqueeze(1) if scales.ndim == 1 else scales
 
 
-def _needed(by_name: dict[str, StoredTensor], module: str, part: str) -> StoredTensor:
+def needed(by_name: dict[str, StoredTensor], module: str, part: str) -> StoredTensor:
     if f"{module}.{part}" not in by_name:
         raise ValueError(f"the checkpoint has a quantized {module}, and no {module}.{part}")
     return by_name[f"{module}.{part}"]

@@ -15,10 +15,10 @@ from functools import partial
 
 import torch
 
+from kernels.experts.mxfp4_weight import GROUP
 from worker.checkpoint.e2m1 import numbers
 from worker.checkpoint.tensors import ModelTensor, Read, ReadMxfp4, StoredTensor
 
-_BLOCK = 32
 _SCALE_BIAS = 127
 
 
@@ -37,7 +37,7 @@ def arranged(tensors: Iterable[StoredTensor], device: torch.device, dtype: torch
             experts, rows, groups = (shape if half == "scales" else other_shape)[:3]
             reader = _gate_up_of_blocks if matrix.endswith("gate_up_proj") else _down_of_blocks
             kept = partial(reader, blocks, scales, rows // 2)
-            shape = experts, rows, groups * _BLOCK
+            shape = experts, rows, groups * GROUP
             yield ModelTensor(matrix, shape, partial(multiplied_out, kept, device, dtype), mxfp4=kept)
         elif name.endswith(".mlp.experts.gate_up_proj"):
             experts, hidden, rows = shape
@@ -60,7 +60,7 @@ def dequantized(blocks: torch.Tensor, scales: torch.Tensor, device: torch.device
     blocks: uint8 `[experts, rows, groups, 16]`. scales: uint8 `[experts, rows, groups]`.
     """
     experts, rows, groups = scales.shape
-    out = torch.empty(experts, rows, groups * _BLOCK, dtype=dtype, device=device)
+    out = torch.empty(experts, rows, groups * GROUP, dtype=dtype, device=device)
     # One expert at a time: codes and float32 take ten times the memory of the blocks.
     for own, packed, powers in zip(out, blocks, scales, strict=True):
         exponents = powers.to(device).int() - _SCALE_BIAS
@@ -113,5 +113,5 @@ def _gate_up_of_blocks(
 
 def _down_of_blocks(blocks: Read, scales: Read, _: int, dim: int, part: range) -> tuple[torch.Tensor, torch.Tensor]:
     if dim == 2:
-        part = range(part.start // _BLOCK, -(-part.stop // _BLOCK))
+        part = range(part.start // GROUP, -(-part.stop // GROUP))
     return blocks(dim, part), scales(dim, part)

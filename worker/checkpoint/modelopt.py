@@ -13,31 +13,30 @@ from collections.abc import Iterator
 import torch
 
 from worker.checkpoint import fp8
+from worker.checkpoint.compressed_tensors import needed
 from worker.checkpoint.nvfp4 import Nvfp4Matrix
 from worker.checkpoint.tensors import ModelTensor, StoredTensor
 from worker.models.quantization import Quantization
 
 _SCALES = ("weight_scale", "weight_scale_2")
-_LEFT_OUT = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "q_bmm_quantizer", "k_bmm_quantizer")
 
 
 def model_tensors(stored: list[StoredTensor], said: Quantization, device: torch.device) -> Iterator[ModelTensor]:
     """`worker.checkpoint.formats.CheckpointFormat` of `quant_method: modelopt`. The format of a matrix is found by its
     tensors. Raises ValueError for a matrix that lacks one, and for inputs that have scales of their own (AWQ)."""
-    by_name = {tensor.name: _flat(tensor) for tensor in stored}
+    by_name = {tensor.name: tensor for tensor in stored}
+    others = []
     for tensor in stored:
         module, _, kind = tensor.name.rpartition(".")
+        weight = by_name.get(f"{module}.weight")
         if kind == "pre_quant_scale":
             raise ValueError(f"the checkpoint has {tensor.name}, a scale of each input (AWQ), which is not supported")
-        if kind in _LEFT_OUT or (kind in _SCALES and f"{module}.weight" in by_name):
-            continue
-        if kind == "weight" and tensor.dtype == "U8":
-            scales, factor = (_needed(by_name, f"{module}.{part}") for part in _SCALES)
+        if weight is None or weight.dtype != "U8" or kind not in ("weight", *_SCALES):
+            others.append(_flat(tensor))
+        elif kind == "weight":
+            scales, factor = (needed(by_name, module, part) for part in _SCALES)
             yield Nvfp4Matrix(tensor.name, tensor, scales, float(factor.whole()), device).model_tensor()
-        elif tensor.dtype.startswith("F8"):
-            yield fp8.matrix(tensor, by_name, said, device)
-        else:
-            yield ModelTensor(tensor.name, tensor.shape, tensor.read)
+    yield from fp8.model_tensors(others, said, device)
 
 
 def _flat(tensor: StoredTensor) -> StoredTensor:
@@ -46,9 +45,3 @@ def _flat(tensor: StoredTensor) -> StoredTensor:
     if not tensor.name.endswith(".weight_scale") or len(shape) != 4 or shape[1::2] != (1, 1):
         return tensor
     return tensor._replace(shape=shape[::2], read=lambda dim, part: tensor.read(2 * dim, part)[:, 0, :, 0])
-
-
-def _needed(by_name: dict[str, StoredTensor], name: str) -> StoredTensor:
-    if name not in by_name:
-        raise ValueError(f"the checkpoint has a quantized {name.rpartition('.')[0]}, and no {name}")
-    return by_name[name]

@@ -7,14 +7,13 @@ from functools import partial
 
 import torch
 
-from kernels.experts.mxfp4_weight import GROUP
+from kernels.experts.mxfp4_weight import E2M1_SIZE, GROUP
 from worker.checkpoint.destinations import Destination
 from worker.checkpoint.gpt_oss_experts import multiplied_out
 from worker.checkpoint.tensors import ModelTensor, cut
 from worker.models.parameters import is_norm
 
 _EXPERTS = ("experts_gate_up", "experts_down")
-_E2M1_SIZE = 2.93  # of random bits as e2m1: the root of the mean square
 
 
 def random_tensors(
@@ -45,7 +44,7 @@ def _mxfp4(
     blocks = torch.randint(
         0, 256, (experts, rows, columns // GROUP, GROUP // 2), dtype=torch.uint8, device=device, generator=generator
     )
-    exponent = 127 + round(math.log2(columns**-0.5 / _E2M1_SIZE))
+    exponent = 127 + round(math.log2(columns**-0.5 / E2M1_SIZE))
     if dim == 2:
         part = range(part.start // GROUP, -(-part.stop // GROUP))
     own = cut(blocks, dim, part)
