@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+import tests.short_ticks  # noqa: F401
+
 
 @dataclass
 class Fake:

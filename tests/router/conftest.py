@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from openai import OpenAI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+import tests.short_ticks  # noqa: F401
 from router.api import create_app
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig

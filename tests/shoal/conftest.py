@@ -22,6 +22,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+import tests.short_ticks  # noqa: F401
+
 
 @dataclass
 class Fake:
