@@ -2,8 +2,6 @@
 and one of a few hundred kilobytes.
 """
 
-import fcntl
-import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -15,6 +13,8 @@ import pytest
 from hypothesis import settings
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.kept import kept
 
 # The same examples in every run, so that a failure is somebody's change: `--hypothesis-profile=search` finds new ones.
 settings.register_profile("fixed", deadline=None, derandomize=True)
@@ -114,7 +114,6 @@ class Reference:
     24 short ones, then one for each of `chats`."""
 
     folder: Path
-    kept: Path | None = None  # folder of what has been said, for other processes and later runs
     chats = CHATS
     first_chat = len(SHORT)
 
@@ -132,24 +131,9 @@ class Reference:
 
     @cached_property
     def said(self) -> list[list[int]]:
-        """At most NEW_TOKENS each; the last may be the end of the turn. Computing it takes most of a minute, so of
-        several processes one does, and the others wait for it."""
-        if self.kept is None:
-            return self._generated()
-        from importlib.metadata import version
-
+        """At most NEW_TOKENS each; the last may be the end of the turn."""
         weights = (self.folder / "model.safetensors").stat()
-        depends_on = [self.prompts, NEW_TOKENS, weights.st_size, weights.st_mtime_ns, version("torch")]
-        name = hashlib.sha256(json.dumps([*depends_on, version("transformers")]).encode()).hexdigest()
-        with (self.kept / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            file = self.kept / f"{name}.json"
-            if not file.exists():
-                part = file.with_suffix(".part")
-                part.write_text(json.dumps(self._generated()))
-                part.replace(file)
-        said: list[list[int]] = json.loads(file.read_text())
-        return said
+        return kept([self.prompts, NEW_TOKENS, weights.st_size, weights.st_mtime_ns], self._generated)
 
     def _generated(self) -> list[list[int]]:
         import torch
@@ -166,12 +150,11 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
-def reference(pytestconfig: pytest.Config) -> Reference:
+def reference() -> Reference:
     base = os.environ.get("SHOAL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
     folder = Path(base) / "models" / NAME
     assert (folder / "model.safetensors").exists(), f"{folder} is not there: run `shoal pull --dequantize {NAME}` first"
-    cache = getattr(pytestconfig, "cache", None)  # there is none with `-p no:cacheprovider`
-    return Reference(folder, None if cache is None else cache.mkdir("reference"))
+    return Reference(folder)
 
 
 # ---------------------------------------------------------------- a tiny one

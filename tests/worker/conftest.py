@@ -1,12 +1,14 @@
 """What tests of the worker share: tiny random models of every architecture, made by transformers, with a driver that
 generates with a Runner; and fixtures of fakes (`fakes.py`) and of schedulers that run on them (`driver.py`)."""
 
+import inspect
 import json
 import os
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from bench.correctness import families
+from tests.kept import kept_folder
 from tests.worker.driver import Driver
 from tests.worker.fakes import FakeExecutor, FakeGrammars, FakeParts, pages_now
 from worker.config import WorkerConfig
@@ -99,14 +102,13 @@ def randomise(model: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Name of TINY to the folder that holds such a model in safetensors."""
-    made: dict[str, Path] = {}
+def tiny_model() -> Callable[[str], Path]:
+    """Name of TINY to the folder that holds such a model in safetensors, which all tests share."""
+    how = [inspect.getsource(makes) for makes in (make_tiny, randomise)]
 
+    @cache
     def get(name: str) -> Path:
-        if name not in made:
-            made[name] = make_tiny(name, tmp_path_factory.mktemp(name))
-        return made[name]
+        return kept_folder([name, *TINY[name], COMMON, how], lambda folder: make_tiny(name, folder))
 
     return get
 

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from tests.conftest import NEW_TOKENS, SHORT, Reference
 from tests.worker.conftest import without_grammars
-from tests.worker.engine.test_pipeline import pipeline
 from tests.worker.engines import checked_engines
+from tests.worker.pipelines import pipeline
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Finished, load_components
 from worker.executor import model_runner

@@ -2,7 +2,6 @@
 drafts are those of one without."""
 
 import json
-import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,68 +9,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.worker.engine.test_pipeline import pipeline
+from tests.worker.drafting import DRAWN, EACH, GREEDY, PROMPTS, TOKENS, Cheater, outputs, said
 from tests.worker.engines import checked_engines
 from tests.worker.fakes import any_models, pages_now
+from tests.worker.pipelines import pipeline
 from worker.config import WorkerConfig
-from worker.drafts import Drafter, Proposal, make_drafters
+from worker.drafts import Drafter, make_drafters
 from worker.engine.cost_store import CostStore
-from worker.engine.engine import Engine, Finished, load_components
-from worker.messages import Generate, Grammar, Output, SamplingParams
+from worker.engine.engine import Engine, load_components
+from worker.messages import Generate, Grammar
 from worker.step import PENDING, Plan
-
-TOKENS = 24
-GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-DRAWN = replace(GREEDY, temperature=1.0, seed=5)
-EVERY: dict[str, SamplingParams] = {
-    "greedy": GREEDY,
-    "drawn": DRAWN,
-    "filtered": replace(DRAWN, top_k=20, top_p=0.9, min_p=0.01, seed=6),
-    "penalties": replace(DRAWN, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
-    "greedy penalties": replace(GREEDY, frequency_penalty=1.5, logit_bias={3: 4.0, 9: -100.0}),
-    "min_tokens": replace(DRAWN, min_tokens=9, stop_token_ids=tuple(range(0, 256, 3))),
-    "stop": replace(DRAWN, stop_token_ids=tuple(range(0, 256, 9)), seed=11),
-    "logprobs": replace(DRAWN, logprobs=3, seed=8),
-    "greedy logprobs": replace(GREEDY, logprobs=0),
-    "regex": replace(DRAWN, grammar=Grammar("regex", "(abc|[a-f]{2}x){6}"), seed=9),
-    "greedy regex": replace(GREEDY, grammar=Grammar("regex", "[0-9]{3}-[0-9]{4}")),
-    "everything": replace(
-        DRAWN, grammar=Grammar("regex", "([a-f]{3}-){1,5}"), logprobs=1, min_tokens=6, frequency_penalty=0.7
-    ),
-}
-PROMPTS = [[(7 * i + j * j) % 250 for j in range(3 + 5 * i)] for i in range(len(EVERY))]
-EACH = list(EVERY.values())
-
-
-class Cheater(Drafter):
-    """Knows the outputs, and says them with errors: as many and as wrong as its random numbers want."""
-
-    name = "cheater"
-
-    def __init__(self, outputs: Sequence[Sequence[int]], right: float, seed: int = 0, prompts=PROMPTS) -> None:
-        self._outputs = {tuple(prompt): list(said) for prompt, said in zip(prompts, outputs, strict=True)}
-        self._right, self._random = right, random.Random(seed)
-        self._said: dict[int, tuple[list[int], int]] = {}
-        self.proposed = 0
-
-    def add(self, key, prompt_ids, output_ids, prediction_ids, grammar) -> None:
-        assert key not in self._said
-        self._said[key] = self._outputs[tuple(prompt_ids)], len(output_ids)
-
-    def extend(self, key: int, token_ids: Sequence[int]) -> None:
-        said, told = self._said[key]
-        assert list(token_ids) == said[told : told + len(token_ids)]
-        self._said[key] = said, told + len(token_ids)
-
-    def propose(self, key: int, most: int) -> Proposal:
-        said, told = self._said[key]
-        drafts = said[told : told + self._random.randint(0, most)]
-        drafts = [token if self._random.random() < self._right else self._random.randrange(250) for token in drafts]
-        self.proposed += len(drafts)
-        return Proposal(drafts)
-
-    def remove(self, key: int) -> None:
-        del self._said[key]
 
 
 class Indifferent(CostStore):
@@ -91,19 +38,6 @@ def engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
     """Makes an engine; at the end no page is lost."""
     with checked_engines(tiny_llama, kv_tokens=4096, num_speculative_tokens=6) as make:
         yield lambda drafters=(), **config: make(partial(with_drafters, drafters=drafters), **config)
-
-
-def said(finished: Sequence[Finished]) -> list[object]:
-    """What clients are told, with log probabilities up to the last bits."""
-    assert not any(each.failure for each in finished), [each.failure for each in finished]
-    return [
-        (
-            each.token_ids,
-            each.finish_reason,
-            [(one.token_id, pytest.approx(one.logprob, abs=1e-4)) for one in each.logprobs],
-        )
-        for each in finished
-    ]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
@@ -133,14 +67,6 @@ def test_preempted(engine, monkeypatch) -> None:
     one = engine([Cheater([each.token_ids for each in plain], 0.8)], kv_tokens=112, page_size=4, token_budget=64)
     assert said(one.generate(PROMPTS, EACH)) == said(plain)
     assert one.load().preemptions >= 2 and one.load().accepted["cheater"] > 20
-
-
-def outputs(one: Engine) -> Iterator[Output]:
-    """All outputs until nothing is left to do."""
-    while len(one.scheduler):
-        if not one.has_work:
-            one._grammar_queue.wait()
-        yield from one.step()
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.worker.engine.test_pipeline import pipeline
 from tests.worker.engines import checked_engines
 from tests.worker.fakes import pages_now
+from tests.worker.pipelines import pipeline
 from worker.drafts import make_drafters, make_jump_forward
 from worker.engine.engine import Engine, Finished
 from worker.messages import Generate, Grammar, SamplingParams

@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 from bench.replica import dummy_models
 from pipeline.shape import BatchShape
 from tests.conftest import make_tiny_llama
-from tests.worker.drafts.test_exact import EACH, GREEDY, PROMPTS, TOKENS, outputs, said
-from tests.worker.engine.test_pipeline import pipeline
+from tests.worker.drafting import EACH, GREEDY, PROMPTS, TOKENS, Passes, outputs, said
 from tests.worker.engines import checked_engines
 from tests.worker.fakes import pages_now
+from tests.worker.pipelines import pipeline
 from worker.config import WorkerConfig
 from worker.drafts import SpeculativeDecoding
 from worker.drafts.drafter import Proposal
@@ -173,20 +173,6 @@ def test_pages_are_those_of_any_sequence_that_wrote_this_text() -> None:
     before = model.num_computed
     assert drafter.propose_all([fourth], [1])[0].token_ids == fourth.greedy(1)
     assert model.num_computed - before == 12 - 2 * PAGE
-
-
-class Passes:
-    """Each pass takes a given time, and the reading of a chunk as long as of its tokens one by one."""
-
-    def __init__(self, each_s: float = 0.0) -> None:
-        self.each_s = each_s
-        self.observed: list[int] = []
-
-    def seconds(self, shape: BatchShape) -> float:
-        return self.each_s * ((shape.chunks and shape.tokens) or 1)
-
-    def observe(self, shape: BatchShape, seconds: Sequence[float]) -> None:
-        self.observed += [shape.tokens] * len(seconds)
 
 
 def test_it_is_asked_where_its_own_time_pays() -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from tests.worker.adapters import merged, write_adapter
 from tests.worker.conftest import without_grammars
-from tests.worker.engine.test_families import GREEDY, expected
 from tests.worker.engines import checked_engines
-from tests.worker.executor.test_multi_rank import prompts
+from tests.worker.references import GREEDY, expected, prompts
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine
 from worker.executor.model_runner import ModelRunner

@@ -12,49 +12,36 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from bench.correctness.families import model_class
 from tests.worker.conftest import COMMON, HYBRIDS, TEXT_PARTS, TINY, Sequences, randomise, without_grammars
 from tests.worker.engines import checked_engines
-from tests.worker.executor.test_multi_rank import generated, prompts
+from tests.worker.references import GREEDY, answers, assert_same, batch, expected, generated, prompts, settings
 from worker.config import WorkerConfig
 from worker.executor.model_runner import ModelRunner
-from worker.messages import SamplingParams
 
 pytestmark = pytest.mark.slow
-GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 NAMES = [
     name for name, (_, own) in TINY.items() if any("experts" in key for key in own) or name in ("gemma4", *HYBRIDS)
 ]
 
 
-@torch.inference_mode()
-def expected(folder: Path, batch: list[list[int]]) -> list[list[int]]:
-    class_ = model_class(AutoConfig.from_pretrained(folder).model_type)
-    model = class_.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    settings = {"max_new_tokens": GREEDY.max_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    inputs = [torch.tensor([one]) for one in batch]  # without a mask, its tokens 0 would be padding
-    outputs = [model.generate(one, attention_mask=torch.ones_like(one), **settings)[0] for one in inputs]
-    return [output[len(one) :].tolist() for one, output in zip(batch, outputs, strict=True)]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_cold_warm_and_preempted(name: str, tiny_model: Callable[[str], Path], crowded: None) -> None:
-    folder, batch = tiny_model(name), prompts(8)
-    wanted = expected(folder, batch)
+    folder, asked = tiny_model(name), batch()
+    wanted = expected(folder)
 
     def load(model: Path, config):
         return without_grammars(model, config, ModelRunner(model, config))
 
     with checked_engines(folder, page_size=4) as make:
         one = make(load, kv_tokens=512, overlap=True)
-        assert [done.token_ids for done in one.generate(batch[:1], GREEDY)] == wanted[:1]
-        assert [done.token_ids for done in one.generate(batch, GREEDY)] == wanted
-        warm = one.generate(batch, GREEDY)
+        assert [done.token_ids for done in one.generate(asked[:1], GREEDY)] == wanted[:1]
+        assert [done.token_ids for done in one.generate(asked, GREEDY)] == wanted
+        warm = one.generate(asked, GREEDY)
         assert [done.token_ids for done in warm] == wanted
-        reusable = [(len(own) - 1) // 4 * 4 for own in batch]
+        reusable = [(len(own) - 1) // 4 * 4 for own in asked]
         assert [done.cached_tokens for done in warm] == reusable
         full = make(load, kv_tokens=80, token_budget=24)
-        assert [done.token_ids for done in full.generate(batch, GREEDY)] == wanted
+        assert [done.token_ids for done in full.generate(asked, GREEDY)] == wanted
         assert full.load().preemptions > 0
 
 
@@ -64,10 +51,10 @@ def test_cold_warm_and_preempted(name: str, tiny_model: Callable[[str], Path], c
 def test_states_go_on_from_chunk_to_chunk(name: str, tiny_model: Callable[[str], Path], state_checkpoints: int) -> None:
     """Several choices for one prompt, and prompts that part, in chunks of any size, with a checkpoint every 8 tokens,
     fewer than there are positions for, or none. Then the outputs as prompts."""
-    folder, batch = tiny_model(name), prompts(3)
-    batch.append([*batch[0][: len(batch[0]) // 2], *batch[1]])
-    wanted = expected(folder, batch)
-    longer = [[*prompt, *output] for prompt, output in zip(batch, wanted, strict=True)]
+    folder, asked = tiny_model(name), prompts(3)
+    asked.append([*asked[0][: len(asked[0]) // 2], *asked[1]])
+    wanted = expected(folder, asked)
+    longer = [[*prompt, *output] for prompt, output in zip(asked, wanted, strict=True)]
     with checked_engines(folder, page_size=4, kv_tokens=512) as make:
         one = make(
             lambda model, config: without_grammars(model, config, ModelRunner(model, config)),
@@ -75,7 +62,7 @@ def test_states_go_on_from_chunk_to_chunk(name: str, tiny_model: Callable[[str],
             state_checkpoints=state_checkpoints,
             checkpoint_interval=8,
         )
-        assert [done.token_ids for done in one.generate([*batch, *batch], GREEDY)] == [*wanted, *wanted]
+        assert [done.token_ids for done in one.generate([*asked, *asked], GREEDY)] == [*wanted, *wanted]
         found = one.generate(longer, GREEDY)
         assert [done.token_ids for done in found] == expected(folder, longer)
         assert (one.load().cached_tokens > 0) == (one.tree.num_cached > 0) == (state_checkpoints > 0)
@@ -121,7 +108,7 @@ def test_the_text_part_of_a_checkpoint_with_images(
     name: str, model_type: str, prefix: str, others: list[str], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """As they are published: other names, tensors for images and drafts, and a configuration in the configuration."""
-    folder, config = tiny_model(name), WorkerConfig(device="cpu", dtype="float32", kv_tokens=512)
+    folder = tiny_model(name)
     tensors = load_file(folder / "model.safetensors")
     renamed = {re.sub(r"^model\.", prefix, key): tensor for key, tensor in tensors.items()}
     if "lm_head.weight" in renamed and prefix.startswith("language_model."):
@@ -131,10 +118,7 @@ def test_the_text_part_of_a_checkpoint_with_images(
     tied = text.get("tie_word_embeddings", True)
     whole = {"model_type": model_type, "text_config": text, "vision_config": {}, "tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    tokens, logits = generated(ModelRunner(folder, config))
-    got, got_logits = generated(ModelRunner(tmp_path, config))
-    assert got == tokens
-    torch.testing.assert_close(got_logits, logits)
+    assert_same(generated(ModelRunner(tmp_path, settings()), batch()[:3]), answers(folder)[:3])
 
 
 _BLOCKS = {

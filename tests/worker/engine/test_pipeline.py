@@ -5,11 +5,9 @@ import json
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from types import MappingProxyType
 
 import psutil
 import pytest
@@ -22,25 +20,22 @@ from pydantic import ValidationError
 from pipeline.meter import Span
 from pipeline.schedule import POLICIES
 from pipeline.uniform import Uniform
-from tests.worker.conftest import TINY, without_grammars
+from tests.worker.covering import SHARDED
 from tests.worker.driver import Driver, prompt
-from tests.worker.executor.test_multi_rank import prompts, settings
+from tests.worker.pipelines import pipeline
+from tests.worker.references import GREEDY, LENGTHS, batch, expected, settings
 from worker.config import WorkerConfig
-from worker.engine.engine import Components, Engine
+from worker.engine.engine import Engine
 from worker.errors import DeviceLost
 from worker.executor.executor import ForwardOutput
 from worker.executor.model_runner import ModelRunner
-from worker.executor.multi_rank import Follower, MultiRankExecutor, find_store, open_store, other_ranks
+from worker.executor.multi_rank import MultiRankExecutor
 from worker.executor.weight_loader import load_weights
 from worker.messages import Generate, SamplingParams
 from worker.models.config import decoder_config, read_config
 from worker.models.sharding import Shard
 from worker.scheduler.scheduled_step import ScheduledStep
 from worker.step import PENDING, Plan, StepTime
-
-ENDS_S = 60
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-
 
 # ---------------------------------------------------------------- the scheduler
 
@@ -293,76 +288,25 @@ def test_layers_that_share_keys_and_values_are_not_parted(tiny_model: Callable[[
 # ---------------------------------------------------------------- the same tokens
 
 
-@contextmanager
-def pipeline(
-    folder: Path,
-    *,
-    fails: bool = False,
-    own_parts: Mapping[str, object] = MappingProxyType({}),
-    change: Callable[[Components, WorkerConfig], Components] = lambda parts, config: parts,
-    **changes: object,
-) -> Iterator[Engine]:
-    """An engine whose other ranks are threads, and stay when they have ended, as the actors around them do. `own_parts`
-    are fields of `Components` in place of the usual ones; `change` makes others of those."""
-    config = settings(**changes)
-    store, address = open_store()
-    kept: list[Follower] = []
-
-    def follow(rank: int) -> None:
-        follower = Follower(folder, config, rank, find_store(address))
-        kept.append(follower)
-        follower.run()
-
-    def parts(model: Path, own: WorkerConfig) -> Components:
-        executor = leading.enter_context(closing(MultiRankExecutor(model, own, store)))
-        return change(without_grammars(model, own, executor)._replace(**own_parts), own)
-
-    others = other_ranks(config)
-    with ThreadPoolExecutor(len(others)) as threads, ExitStack() as leading:
-        followers: list[Future[None]] = [threads.submit(follow, rank) for rank in others]
-        with closing(Engine(folder, config, load=parts)) as engine:
-            yield engine
-            if not fails:
-                engine.check_integrity()
-        for follower in followers:
-            assert (follower.exception(ENDS_S) is not None) == fails
-
-
-def said(engine: Engine, sampling: SamplingParams = GREEDY, count: int = 9) -> list[list[int]]:
-    results = engine.generate(prompts(count), sampling)
+def said(engine: Engine, sampling: SamplingParams = GREEDY, count: int = len(LENGTHS)) -> list[list[int]]:
+    results = engine.generate(batch()[:count], sampling)
     assert not any(result.failure for result in results)
     return [result.token_ids for result in results]
 
 
-@pytest.fixture(scope="module")
-def alone(tiny_model: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
-    """What one rank says."""
-    known: dict[str, list[list[int]]] = {}
-
-    def get(name: str) -> list[list[int]]:
-        if name not in known:
-            with closing(Engine(tiny_model(name), settings())) as engine:
-                known[name] = said(engine)
-        return known[name]
-
-    return get
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TINY)
-def test_every_architecture(name: str, tiny_model: Callable[[str], Path], alone: Callable) -> None:
+@pytest.mark.parametrize("name", SHARDED)
+def test_every_architecture(name: str, tiny_model: Callable[[str], Path]) -> None:
     with pipeline(tiny_model(name), pp=2, token_budget=16) as engine:
-        assert said(engine) == alone(name)
+        assert said(engine) == expected(tiny_model(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "stage_layers"), [(1, "1,6"), (2, "4,3"), (1, "5,2")])
-def test_stages_with_one_kind_of_sublayers(
-    tp: int, stage_layers: str, tiny_model: Callable[[str], Path], alone: Callable
-) -> None:
+def test_stages_with_one_kind_of_sublayers(tp: int, stage_layers: str, tiny_model: Callable[[str], Path]) -> None:
     """The first has Mamba2 alone; the last an odd number of sublayers; the last has MLPs alone."""
     with pipeline(tiny_model("nemotron_h"), pp=2, tp=tp, token_budget=16, stage_layers=stage_layers) as engine:
-        assert said(engine) == alone("nemotron_h")
+        assert said(engine) == expected(tiny_model("nemotron_h"))
 
 
 @pytest.mark.slow
@@ -379,42 +323,42 @@ def test_stages_with_one_kind_of_sublayers(
     ],
 )
 def test_batched_chunked_cached_and_preempted(
-    pp: int, tp: int, changes: dict, tiny_model: Callable[[str], Path], alone: Callable, crowded: None
+    pp: int, tp: int, changes: dict, tiny_model: Callable[[str], Path], crowded: None
 ) -> None:
-    expected = alone("llama")
-    crowd = {"token_budget": 11, "kv_tokens": 160, "page_size": 4, **changes}
+    wanted = expected(tiny_model("llama"))
+    crowd = {"token_budget": 11, "kv_tokens": 80, "page_size": 4, **changes}
     with pipeline(tiny_model("llama"), pp=pp, tp=tp, **crowd) as engine:
-        assert said(engine) == expected
+        assert said(engine) == wanted
         assert engine.load().preemptions > 0
-        assert said(engine) == expected
+        assert said(engine) == wanted
         assert engine.load().cached_tokens > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "pp", "tp"), [("qwen3_next", 1, 2), ("granitemoehybrid", 1, 2), ("lfm2", 2, 2)])
 def test_recurrent_states_go_on_from_checkpoints(
-    name: str, pp: int, tp: int, tiny_model: Callable[[str], Path], alone: Callable, crowded: None
+    name: str, pp: int, tp: int, tiny_model: Callable[[str], Path], crowded: None
 ) -> None:
-    expected = alone(name)
+    wanted = expected(tiny_model(name))
     crowd = {"token_budget": 24, "kv_tokens": 80, "page_size": 4, "state_checkpoints": 40, "checkpoint_interval": 8}
     with pipeline(tiny_model(name), pp=pp, tp=tp, **crowd) as engine:
-        assert said(engine) == expected
+        assert said(engine) == wanted
         assert engine.load().preemptions > 0
-        assert said(engine) == expected
+        assert said(engine) == wanted
         assert engine.load().cached_tokens > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp", "tp"), [(2, 2), (3, 1)])
 def test_tokens_go_from_the_last_stage_to_the_first(
-    pp: int, tp: int, tiny_model: Callable[[str], Path], alone: Callable, monkeypatch: pytest.MonkeyPatch
+    pp: int, tp: int, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Uniform, "LEAD_S", 1e9)  # whatever the time
     with pipeline(tiny_model("llama"), pp=pp, tp=tp, overlap=True) as engine:
         expect, waits = engine.executor.announce, []
         engine.executor.announce = lambda plan: waits.append(int((plan.token_ids == PENDING).sum())) or expect(plan)
-        assert said(engine) == alone("llama")
-        assert sum(waits) > 9 * GREEDY.max_tokens / 2, "of decodes most"
+        assert said(engine) == expected(tiny_model("llama"))
+        assert sum(waits) > len(LENGTHS) * GREEDY.max_tokens / 2, "of decodes most"
         meter = engine.meter()
         assert meter.num_batches == engine.load().steps
         sent = {one.step: one.planned_s for one in meter._done}
@@ -458,21 +402,21 @@ def test_all_stages_tell_when_they_computed_each_step(tiny_model: Callable[[str]
 
 @pytest.mark.slow
 def test_receives_that_are_begun_when_they_are_needed(
-    tiny_model: Callable[[str], Path], alone: Callable, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on GPUs."""
     monkeypatch.setattr("worker.parallel.pipeline_stage.AHEAD", 0)
     with pipeline(tiny_model("llama"), pp=3, tp=2, overlap=True, token_budget=11) as engine:
-        assert said(engine) == alone("llama")
+        assert said(engine) == expected(tiny_model("llama"))
 
 
 def test_log_probabilities_of_prompts_whose_chunks_are_under_way(tiny_model: Callable[[str], Path]) -> None:
     sampling = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=2, logprobs=2)
     folder = tiny_model("llama")
     with closing(Engine(folder, settings())) as engine:
-        expected = engine.generate(prompts(4), sampling)
+        alone = engine.generate(batch()[:4], sampling)
     with pipeline(folder, pp=2, token_budget=5) as engine:
-        for got, wanted in zip(engine.generate(prompts(4), sampling), expected, strict=True):
+        for got, wanted in zip(engine.generate(batch()[:4], sampling), alone, strict=True):
             assert got.token_ids == wanted.token_ids
             assert got.prompt_logprobs is not None and wanted.prompt_logprobs is not None
             assert len(got.prompt_logprobs) == len(wanted.prompt_logprobs)
@@ -493,7 +437,7 @@ def test_closing_with_steps_under_way(tiny_model: Callable[[str], Path]) -> None
 
 
 def test_one_that_fails_where_the_leading_rank_has_no_link_to(
-    tiny_model: Callable[[str], Path], alone: Callable, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, broken = ModelRunner.forward, []
 
@@ -504,16 +448,16 @@ def test_one_that_fails_where_the_leading_rank_has_no_link_to(
 
     monkeypatch.setattr(ModelRunner, "forward", fail)
     with pipeline(tiny_model("llama"), fails=True, tp=2, pp=2) as engine:
-        assert said(engine) == alone("llama")
+        assert said(engine) == expected(tiny_model("llama"))
         broken.append(True)
         with pytest.raises(DeviceLost, match=r"^rank 1: MemoryError: no more$"):
             said(engine)
 
 
 @pytest.mark.slow
-def test_processes_and_one_that_is_killed(tiny_model: Callable[[str], Path], alone: Callable) -> None:
+def test_processes_and_one_that_is_killed(tiny_model: Callable[[str], Path]) -> None:
     with closing(Engine(tiny_model("llama"), settings(pp=3, token_budget=16))) as engine:
-        assert said(engine) == alone("llama")
+        assert said(engine) == expected(tiny_model("llama"))
         assert isinstance(engine.executor, MultiRankExecutor)
         killed = engine.executor._processes[1]
         killed.kill()

@@ -14,8 +14,8 @@ from transformers import AutoModel
 
 from tests.worker.conftest import make_tiny, without_grammars
 from tests.worker.driver import Driver, prompt
-from tests.worker.engine.test_pipeline import pipeline
 from tests.worker.engines import checked_engines
+from tests.worker.pipelines import pipeline
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine, Finished
 from worker.executor.model_runner import ModelRunner

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.worker.conftest import without_grammars
-from tests.worker.drafts.test_exact import Cheater
-from tests.worker.engine.test_families import GREEDY, expected
-from tests.worker.engine.test_pipeline import pipeline
+from tests.worker.drafting import Cheater
 from tests.worker.engines import checked_engines
-from tests.worker.executor.test_multi_rank import prompts
+from tests.worker.pipelines import pipeline
+from tests.worker.references import GREEDY, expected, prompts
 from worker.config import WorkerConfig
 from worker.drafts.drafter import Proposal
 from worker.engine.cost_store import CostStore

@@ -1,7 +1,6 @@
 """Tensor parallelism: the tokens of one rank whatever their number, and an end with a reason when a rank is lost."""
 
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.worker.conftest import TINY, Sequences, together
-from worker.config import WorkerConfig
+from tests.worker.conftest import DELTA_NETS, together
+from tests.worker.covering import SHARDED
+from tests.worker.references import Answer, answers, assert_same, batch, generated, prompts, settings
 from worker.engine.engine import Engine
 from worker.errors import RankLost
 from worker.executor import launch, multi_rank
@@ -35,39 +35,19 @@ from worker.step import Chunk, Plan
 ENDS_S = 60
 
 
-def settings(**changes: object) -> WorkerConfig:
-    return WorkerConfig.model_validate({"device": "cpu", "dtype": "float32", "kv_tokens": 1024, **changes})
-
-
-def prompts(count: int) -> list[list[int]]:
-    rng = random.Random(3)
-    return [[rng.randrange(4, 131) for _ in range(rng.randint(1, 40))] for _ in range(count)]
-
-
 # ---------------------------------------------------------------- the same tokens
 
 
-def generated(runner: ModelRunner) -> tuple[list[list[int]], torch.Tensor]:
-    """Tokens and logits of three sequences in chunks of 7."""
-    sequences = Sequences(runner)
-    for slot, prompt in enumerate(prompts(3)):
-        sequences.add(slot, prompt)
-    for _ in range(12):
-        sequences.advance(dict.fromkeys(sequences.tokens, 7))
-    return list(sequences.tokens.values()), torch.cat([row for rows in sequences.logits.values() for row in rows])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), [("llama", 2), *((name, 3) for name in TINY)])
+@pytest.mark.parametrize(("name", "size"), [("llama", 2), *((name, 3) for name in SHARDED)])
 def test_every_architecture(name: str, size: int, tiny_model: Callable[[str], Path]) -> None:
     """Two ranks of each are in `tests/worker/parallel/test_custom_all_reduce.py`."""
-    folder = tiny_model(name)
-    tokens, logits = generated(ModelRunner(folder, settings()))
-    for got in together(
-        size, lambda group: generated(ModelRunner(folder, settings(tp=size), stage=PipelineStage.only(group)))
-    ):
-        assert got[0] == tokens
-        torch.testing.assert_close(got[1], logits, atol=1e-4, rtol=1e-4)
+    folder, config = tiny_model(name), settings(tp=size)
+    ranks = together(
+        size, lambda group: generated(ModelRunner(folder, config, stage=PipelineStage.only(group)), batch()[:3])
+    )
+    for got in ranks:
+        assert_same(got, answers(folder)[:3], 1e-3 if name in DELTA_NETS else 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -77,17 +57,15 @@ def test_whole_experts_on_each_rank(name: str, tiny_model: Callable[[str], Path]
     """Experts in both layouts of checkpoints, with biases, shared ones, groups, and a number that two ranks cannot
     halve."""
     folder = tiny_model(name)
-    tokens, logits = generated(ModelRunner(folder, settings()))
 
-    def work(group: Communicator) -> tuple[list[list[int]], torch.Tensor, ModelRunner]:
+    def work(group: Communicator) -> tuple[list[Answer], ModelRunner]:
         runner = ModelRunner(folder, settings(tp=2, enable_expert_parallel=True), stage=PipelineStage.only(group))
-        return (*generated(runner), runner)
+        return generated(runner, batch()[:3]), runner
 
     ranks = together(2, work)
-    for got, got_logits, _ in ranks:
-        assert got == tokens
-        torch.testing.assert_close(got_logits, logits, atol=1e-4, rtol=1e-4)
-    leader, other = (runner for *_, runner in ranks)
+    for got, _ in ranks:
+        assert_same(got, answers(folder)[:3])
+    leader, other = (runner for _, runner in ranks)
     held = [runner.model_config.experts.own for runner in (leader, other)]
     assert list(held[0]) + list(held[1]) == list(range(leader.model_config.experts.count))
     assert torch.equal(leader.decoder.expert_load, other.decoder.expert_load)
@@ -124,17 +102,16 @@ def test_many_tokens_in_two_halves(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_model(name)
-    tokens, logits = generated(ModelRunner(folder, settings()))
     monkeypatch.setattr(decoder, "HALVES_FROM_TOKENS", 4)
     sums: list[int] = []
     beside = Communicator.all_reduce_async
     monkeypatch.setattr(Communicator, "all_reduce_async", lambda group, x: (sums.append(len(x)), beside(group, x))[1])
-    for got in together(
-        2, lambda group: generated(ModelRunner(folder, settings(tp=2), stage=PipelineStage.only(group)))
-    ):
-        assert got[0] == tokens
-        torch.testing.assert_close(got[1], logits, atol=1e-4, rtol=1e-4)
-    # Three chunks of seven at once; what has two norms around a sum is not cut.
+    ranks = together(
+        2, lambda group: generated(ModelRunner(folder, settings(tp=2), stage=PipelineStage.only(group)), batch()[:4])
+    )
+    for got in ranks:
+        assert_same(got, answers(folder)[:4])
+    # Chunks of one, seven, six and seven at once; what has two norms around a sum is not cut.
     assert {10, 11} <= set(sums) if name != "gemma3" else not sums
 
 

@@ -12,9 +12,9 @@ from transformers import AutoConfig
 from bench.replica import dummy_models
 from pipeline.roofline import MODELS
 from tests.worker.conftest import TINY, without_grammars
-from tests.worker.drafts.test_model import Passes
+from tests.worker.drafting import Passes
 from tests.worker.engines import checked_engines
-from tests.worker.executor.test_multi_rank import prompts
+from tests.worker.references import prompts
 from worker.config import WorkerConfig
 from worker.drafts.model import ModelDrafter
 from worker.engine.cost_store import CostStore
