@@ -6,8 +6,11 @@ STAMP  := $(VENV)/.installed
 # Of tests that run several at once: with threads for all cores in each, their products wait for each other, and take
 # twice as long.
 ONE_THREAD := OMP_NUM_THREADS=1
+# Where it is set, each of the many processes that tests start would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test quick fuzz env lint types check-docs unit helm-test lock clean
+.PHONY: serve test quick test-bench nightly fuzz mutants env lint types check-docs model unit computing serving
+.PHONY: helm-test lock clean
 
 serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 	@exec $(BIN)/shoal serve $(ARGS)
@@ -15,7 +18,14 @@ serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 test: env lint types check-docs unit  ## everything that CI runs
 
 quick: env  ## the tests that are quick, for the inner loop: neither Ray nor real processes, models and GPUs
-	$(ONE_THREAD) $(BIN)/pytest --numprocesses auto -m "not ray and not slow and not gpu"
+	$(ONE_THREAD) $(BIN)/pytest --numprocesses auto -m "not ray and not slow and not bench and not gpu"
+
+test-bench: env model  ## the benchmarks from end to end; `make test` runs them when they have changed
+	$(BIN)/pytest -m bench
+	$(BIN)/python -m tests.bench.passed --write
+
+nightly: env model  ## what CI runs a part of: all families in stages and on ranks, all modes with the real model
+	SHOAL_NIGHTLY=1 $(ONE_THREAD) $(BIN)/pytest --numprocesses auto -m "not ray and not bench and not gpu" tests/worker
 
 fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, 100,000 generated answers, and more
 	SHOAL_FUZZ=1000 SHOAL_FUZZ_ANSWERS=100000 $(BIN)/pytest tests/server/test_fuzz.py tests/router/formats/test_lexer.py
@@ -47,11 +57,20 @@ check-docs: env  ## the pages that are made from the code are as the code says
 	$(BIN)/python -m shoal.reference --check
 	$(BIN)/python -m bench.results --check
 
-unit: env
+# Tests with Ray mostly wait. So the others run beside them, and give way to them.
+unit: env model
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line computing serving
+	@$(BIN)/python -m tests.bench.passed || $(MAKE) --no-print-directory test-bench
+
+computing: env
+	$(ONE_THREAD) nice -n 19 $(BIN)/pytest --numprocesses auto -m "not ray and not bench and not gpu"
+
+serving: env
+	$(BIN)/pytest -m "(ray or gpu) and not bench"
+
+model: env
 	$(BIN)/shoal pull SmolLM2-135M-Instruct
 	$(BIN)/shoal pull --dequantize SmolLM2-135M-Instruct
-	$(ONE_THREAD) $(BIN)/pytest --numprocesses auto -m "not ray and not gpu and (not slow or compute)"
-	$(BIN)/pytest -m "ray or gpu or (slow and not compute)"
 
 helm-test: env  ## lint, render and validate the chart
 	$(BIN)/python helm/check.py

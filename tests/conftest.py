@@ -22,18 +22,13 @@ settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("fixed")
 
 
-# Slow tests of these rooms compute: they start no server and no Ray, so `make unit` runs several at once.
-COMPUTING = ("kernels", "pipeline", "radix", "worker", "bench/correctness", "bench/pipeline", "bench/schemas", "helm")
+# Every case, where otherwise some stand for all: `make nightly`.
+NIGHTLY = bool(os.environ.get("SHOAL_NIGHTLY"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks slow tests that can run several at once, and skips what this machine cannot run. Kernels of Triton run on
-    the GPU or, without one, in the interpreter."""
-    for item in items:
-        rooms = {folder.as_posix() for folder in item.path.relative_to(Path(__file__).parent).parents}
-        if rooms & set(COMPUTING) and item.get_closest_marker("slow") and not item.get_closest_marker("ray"):
-            item.add_marker("compute")
+    """Skips what this machine cannot run. Kernels of Triton run on the GPU or, without one, in the interpreter."""
     marked = {name: [item for item in items if item.get_closest_marker(name)] for name in ("gpu", "interpreter")}
     if not any(marked.values()):
         return
@@ -110,8 +105,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class Reference:
-    """Prompts of 1 to 600 tokens, and what transformers says to each, alone, greedily, in float32. First come
-    24 short ones, then one for each of `chats`."""
+    """Prompts of 1 to 600 tokens, and what transformers says to each, greedily, in float32. First come 24 short ones,
+    then one for each of `chats`."""
 
     folder: Path
     chats = CHATS
@@ -140,11 +135,15 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-        said = []
-        for prompt in self.prompts:
-            ids = torch.tensor([prompt])
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
-            said.append(out[0, len(prompt) :].tolist())
+        end, said = model.generation_config.eos_token_id, []
+        # The short ones together, since each step reads all weights, whatever it computes.
+        for batch in [self.prompts[: len(SHORT)], *([prompt] for prompt in self.prompts[len(SHORT) :])]:
+            longest = max(map(len, batch))
+            ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in batch])
+            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
+            for out in model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS):
+                tokens = out[longest:].tolist()  # behind an end there is padding
+                said.append(tokens[: tokens.index(end) + 1] if end in tokens else tokens)
         assert len({tuple(tokens) for tokens in said}) > 24, "the reference is not worth comparing with"
         return said
 

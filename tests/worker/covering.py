@@ -5,13 +5,13 @@ is summed where. SHARDED has every such element of every family (`tests/worker/t
 family adds is run, and what others share with it is not run again. All families: `make nightly`.
 """
 
-import os
 import re
 from dataclasses import fields
 from functools import cache
 
 from transformers import AutoConfig
 
+from tests.conftest import NIGHTLY
 from tests.worker.conftest import COMMON, TINY
 from worker.checkpoint.destinations import destinations
 from worker.models.config import DecoderConfig, decoder_config
@@ -24,7 +24,7 @@ COVERING = (
     *("qwen3_next", "falcon_h1", "granitemoehybrid", "bamba", "lfm2", "lfm2_moe", "lfm3"),
     *("nemotron_h_moe", "nemotron_h_latent_moe"),
 )
-SHARDED = tuple(TINY) if os.environ.get("SHOAL_FAMILIES") == "all" else COVERING
+SHARDED = tuple(TINY) if NIGHTLY else COVERING
 
 # Fields of a configuration that decide what is computed between two sums over ranks, or which layers can be parted.
 FLAGS = (

@@ -1,5 +1,6 @@
 """SmolLM2-135M-Instruct in float32: greedy output is, token for token, what `transformers` generates, whatever the
-batch, the chunks, the pages, the cache, the stages and ranks, a preemption or a resume.
+batch, the chunks, the pages, the cache, the stages and ranks, a preemption or a resume. More combinations of these
+are run with tiny models (`tests/worker/engine`), and by `make nightly`.
 """
 
 import re
@@ -11,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from tests.conftest import NEW_TOKENS, SHORT, Reference
+from tests.conftest import NEW_TOKENS, NIGHTLY, SHORT, Reference
 from tests.worker.conftest import without_grammars
 from tests.worker.engines import checked_engines
 from tests.worker.pipelines import pipeline
@@ -68,12 +69,13 @@ def tokens(finished: list[Finished]) -> list[list[int]]:
 
 def test_alone(engine, prompts, expected):
     one = engine()
-    for prompt, said in zip(prompts[::4], expected[::4], strict=True):  # all are said together, below
+    some = slice(None, None, 1 if NIGHTLY else 6)  # all are said together, below
+    for prompt, said in zip(prompts[some], expected[some], strict=True):
         one.reset_cache()
         assert tokens(one.generate([prompt], GREEDY)) == [said]
 
 
-@pytest.mark.parametrize(("page_size", "overlap"), [(1, False), (16, True)])
+@pytest.mark.parametrize(("page_size", "overlap"), [(16, True), *([(1, False)] if NIGHTLY else [])])
 def test_together_cold_then_warm(engine, prompts, expected, page_size, overlap):
     one = engine(page_size=page_size, overlap=overlap)
     assert tokens(one.generate(prompts, GREEDY)) == expected
@@ -83,10 +85,10 @@ def test_together_cold_then_warm(engine, prompts, expected, page_size, overlap):
         assert f.cached_tokens == (len(prompt) - 1) // page_size * page_size
 
 
-@pytest.mark.parametrize(("budget", "overlap"), [(7, False), (64, True)])
+@pytest.mark.parametrize(("budget", "overlap"), [(64, True), *([(7, False)] if NIGHTLY else [])])
 def test_in_chunks(engine, prompts, expected, budget, overlap):
     one = engine(token_budget=budget, overlap=overlap)
-    some = slice(None, None, 4 if budget < 64 else 2)
+    some = slice(None, None, 1 if NIGHTLY else 3)
     assert tokens(one.generate(prompts[some], GREEDY)) == expected[some]
 
 
@@ -95,8 +97,9 @@ def test_in_chunks_of_one_token(engine, prompts, expected, monkeypatch):
         "worker.scheduler.scheduler.chunk_tokens", lambda missing, budget, room: max(0, min(1, budget, room))
     )
     one = engine()
-    assert tokens(one.generate(prompts[: len(SHORT)], GREEDY)) == expected[: len(SHORT)]
-    assert one.load().steps >= max(map(len, prompts[: len(SHORT)])) + min(map(len, expected))
+    some = slice(None, len(SHORT), 1 if NIGHTLY else 3)
+    assert tokens(one.generate(prompts[some], GREEDY)) == expected[some]
+    assert one.load().steps >= max(map(len, prompts[some])) + min(map(len, expected))
 
 
 def test_preempted(engine, crowded, prompts, expected):
@@ -110,11 +113,9 @@ def test_preempted(engine, crowded, prompts, expected):
 @pytest.mark.parametrize(
     ("pp", "tp", "overlap", "schedule"),
     [
-        (2, 1, True, "uniform"),
-        (2, 1, True, "offline"),
-        (4, 1, False, "fixed_chunk"),
         (4, 1, True, "uniform"),
         (2, 2, False, "fixed_chunk"),
+        *([(2, 1, True, "uniform"), (2, 1, True, "offline"), (4, 1, False, "fixed_chunk")] if NIGHTLY else []),
     ],
 )
 def test_in_stages(folder, weights, crowded, prompts, expected, pp, tp, overlap, schedule):

@@ -12,8 +12,7 @@ from bench.chaos import command
 FAULTS = ["rank_killed", "router_killed", "events_lost"]
 
 
-@pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.bench
 def test_no_request_fails_and_no_answer_is_wrong_whatever_is_killed(tmp_path: Path) -> None:
     """In a process of its own: it starts Ray."""
     command = [sys.executable, "-m", "bench.chaos.command", "--rounds", "1", "--out", str(tmp_path), "--clients", "3"]

@@ -17,7 +17,7 @@ from worker.models.decoder import Decoder
 @pytest.mark.parametrize(
     ("device", "kind"),
     [
-        pytest.param("cpu", "cpu", marks=pytest.mark.slow),
+        pytest.param("cpu", "cpu", marks=pytest.mark.bench),
         pytest.param("cuda", "gpu", marks=pytest.mark.gpu),
     ],
 )
@@ -35,7 +35,7 @@ def test_a_tiny_model_is_exact(device: str, kind: str, tmp_path: Path, capsys: p
     assert found["tiny.tp1"]["bfloat16"]["decode"]["positions"] == reference.NEW_TOKENS * len(reference.LENGTHS)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_tiny_model_in_two_stages_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,7 +60,7 @@ def test_cases_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no case chunks of 65: there are whole, preempted" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_one_family_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,7 +96,7 @@ def test_all_is_a_model_of_every_family() -> None:
         assert all(window < max(reference.LENGTHS) for window in windows)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_model_that_is_a_little_off_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

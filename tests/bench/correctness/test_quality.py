@@ -24,7 +24,7 @@ def test_the_text_that_is_read_by_default_is_there() -> None:
     assert all(path.is_file() for path in quality.TEXTS)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text"
     text.write_text("Some words, and then some more of them. " * 40)

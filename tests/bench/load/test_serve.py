@@ -112,7 +112,7 @@ def run(fake: Fake, folder: Path, *argv: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads((folder / "t.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_run_leaves_a_table_a_file_and_a_picture(fake: Fake, tmp_path: Path, capsys: Captured) -> None:
     code, result = run(fake, tmp_path, "--requests", "12", "--rate", "200", "--slo-ttft", "30", "--warmup", "2")
     assert code == 0 and sorted(path.name for path in tmp_path.iterdir()) == ["t.json", "t.png"]
@@ -128,7 +128,7 @@ def test_a_run_leaves_a_table_a_file_and_a_picture(fake: Fake, tmp_path: Path, c
     assert "hit rate 50.0%" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_failures_are_told_and_counted(fake: Fake, tmp_path: Path, capsys: Captured) -> None:
     fake.faults = {2: "overloaded", 4: "hangs up", 5: "error"}
     code, result = run(fake, tmp_path, "--requests", "8", "--concurrency", "1")
@@ -139,7 +139,7 @@ def test_failures_are_told_and_counted(fake: Fake, tmp_path: Path, capsys: Captu
     assert "1 failed: http_429 (too many requests)" in shown and "1 failed: stream_error (out of luck)" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_server_that_takes_little_is_measured_all_the_same(fake: Fake, tmp_path: Path, capsys: Captured) -> None:
     fake.ids = fake.ignore_eos = fake.chunk_usage = fake.usage = False
     code, result = run(fake, tmp_path, "--requests", "3")
@@ -150,7 +150,7 @@ def test_a_server_that_takes_little_is_measured_all_the_same(fake: Fake, tmp_pat
     assert "usage" in shown and "prompt: must be a string" in shown, "what it does not take, and its own words"
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_several_tokens_in_a_chunk_are_pointed_out(fake: Fake, tmp_path: Path, capsys: Captured) -> None:
     fake.per_chunk = 2
     result = run(fake, tmp_path, "--requests", "2", "--output-tokens", "8")[1]
@@ -159,14 +159,14 @@ def test_several_tokens_in_a_chunk_are_pointed_out(fake: Fake, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-@pytest.mark.slow
+@pytest.mark.bench
 def test_conversations_over_both_endpoints(fake: Fake, tmp_path: Path, endpoint: str) -> None:
     argv = ["--workload", "multi-turn", "--sessions", "2", "--turns", "2", "--endpoint", endpoint]
     code, result = run(fake, tmp_path, *argv)
     assert code == 0 and result["summary"]["answered"] == 4 and sorted(result["requests"]["turn"]) == [0, 0, 1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_trace_is_run(fake: Fake, tmp_path: Path) -> None:
     argv = ["--trace", str(trace_file(tmp_path)), "--scale", "64", "--out", str(tmp_path / "out")]
     assert serve.main(["--url", fake.url, "--quiet", "--name", "t", *argv]) == 0
@@ -187,7 +187,7 @@ def test_a_server_that_refuses_all_is_one_line(fake: Fake, tmp_path: Path, capsy
     assert "http_502" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_when_all_fails_the_exit_code_says_so(fake: Fake, tmp_path: Path) -> None:
     fake.faults = dict.fromkeys(range(1, 4), "error")
     code, result = run(fake, tmp_path, "--requests", "3")

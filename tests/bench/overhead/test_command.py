@@ -8,7 +8,7 @@ import pytest
 from bench.overhead import command, throughput
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_small_run_finds_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--streams", "3", "--replicas", "2", "--step-ms", "1", "--rounds", "1"]
     assert command.main([*few, "--out", str(tmp_path)]) == 0
@@ -24,7 +24,7 @@ def test_a_small_run_finds_every_figure(tmp_path: Path, capsys: pytest.CaptureFi
     assert "tokens per event" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_replica_is_measured_with_a_router_and_without(tmp_path: Path) -> None:
     few = ["--shape", "tiny", "--device", "cpu", "--streams", "2", "--rounds", "1"]
     assert throughput.main([*few, "--name", "small", "--out", str(tmp_path)]) == 0

@@ -5,7 +5,7 @@ import pytest
 from bench.pipeline.ablation import MECHANISMS, main, without
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_figures_are_relative_to_all_mechanisms_together(capsys):
     asked = "--layout pp2 --requests 16 --rate 0.8 --off whole_tiles,late_planning"
     assert main(asked.split()) == 0

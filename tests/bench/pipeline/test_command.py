@@ -228,7 +228,7 @@ def test_the_best_setting_of_a_schedule_counts() -> None:
     assert carried.point is not None and carried.point["given_up"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_sweep_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = Counting(CARRIES)
     begun = survey(study(ResultStore("found", tmp_path, {"model": "m"}), first))
@@ -502,7 +502,7 @@ def test_a_cpu_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert args.schedules == list(SCHEDULES) and not capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_loads_of_a_cpu_can_be_too_much_for_it() -> None:
     def stage(shape: BatchShape) -> float:  # as of the small model on one core
         return 0.006 + 0.0002 * shape.tokens if shape.tokens else 0.0
@@ -519,7 +519,7 @@ def test_loads_of_a_cpu_can_be_too_much_for_it() -> None:
     assert other["bubble"] > 2 * ours["bubble"] and other["requests_per_s"] < ours["requests_per_s"]
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_machines_that_are_not_there_are_planned(tmp_path: Path) -> None:
     few = ["--requests", "16", "--precision", "0.5", "--chunk-budgets", "512", "--schedules", "uniform,fixed_chunk"]
     for name, value in (("simulated.llama-70b", 90.0), ("pipeline.sockets", 100.0)):
@@ -538,7 +538,7 @@ def test_machines_that_are_not_there_are_planned(tmp_path: Path) -> None:
     assert "stages.png" in kept and "tp8pp2.long.uniform.8192.flood.trace.json" in kept, kept
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_all_of_it_on_a_tiny_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from bench.replica import dummy_models
 ONE = ParallelLayout(1, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_layout_gives_its_memory_back(tmp_path: Path) -> None:
     folder = dummy_models.write("tiny", tmp_path / "tiny")
     settings = {"load_format": "dummy", "context_length": 64, "kv_tokens": 256, "device": "cpu", "max_running": 2}

@@ -223,7 +223,7 @@ async def counted(http: Http, fake: Any) -> router.Page:
     return rows | {router.WAITING: {"a": 6.0, "b": 0.0}, router.CONTEXT: {"a": 1.0, "b": 0.0}}
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_load_is_measured(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "_page", lambda http: counted(http, fake))
     args = options("--replicas", "2", "--quiet", "--requests", "5")
@@ -237,7 +237,7 @@ def test_a_load_is_measured(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured["imbalance"] == 2.0
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_one_failure_fails_the_run(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "_page", lambda http: counted(http, fake))
     fake.faults[12] = "overloaded"  # after a probe and 8 requests to warm up, and another probe
@@ -255,7 +255,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
         pytest.fail("it cannot be ready")
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_nothing_is_left_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "ORPHANS_S", 0)
     sleep = "import time; time.sleep(600)"

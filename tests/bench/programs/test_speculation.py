@@ -8,7 +8,7 @@ from bench.programs import speculation
 from bench.programs.scripted_endpoint import ScriptedEndpoint, script, tokenize
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_it_counts_what_was_saved(tmp_path, capsys):
     assert speculation.main(["--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "programs.api.json").read_text())
@@ -28,7 +28,7 @@ def test_it_counts_what_was_saved(tmp_path, capsys):
     assert "24 calls" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_another_endpoint_may_answer_as_it_likes(tmp_path):
     with ScriptedEndpoint(lambda prompt: f" {len(prompt)}\nand so on\n") as endpoint:
         assert speculation.main(["--base-url", f"{endpoint.url}/v1", "--model", "m", "--out", str(tmp_path)]) == 0

@@ -37,7 +37,7 @@ def test_drafts_are_right_as_often_as_asked(outputs: list[list[int]]) -> None:
     assert RecordedOutputs(PROMPTS, outputs, [0.8, 0.5, 1.0], 500, seed=1).guesses != recording.guesses
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_the_speed_with_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ def test_the_decoder_runs_every_shape(name: str, tmp_path: Path) -> None:
     assert config.qk_norm == ("head" if config.model_type.startswith(("qwen3", "gemma3")) else None)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_shapes_are_of_the_sizes_that_they_are_named_after(tmp_path: Path) -> None:
     sizes = {"llama-8b": 8.03e9, "llama-70b": 70.6e9, "qwen3-0.6b": 0.596e9, "qwen3-14b": 14.8e9}
     for name, parameters in sizes.items():
@@ -35,7 +35,7 @@ def test_shapes_are_of_the_sizes_that_they_are_named_after(tmp_path: Path) -> No
         assert c.num_layers * layer + embeddings == pytest.approx(parameters, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.parametrize(
     ("name", "parameters", "chosen", "used"),
     [("qwen3-30b-a3b", 30.5e9, 8 / 128, 3.3e9), ("deepseek-v2-lite", 15.7e9, 6 / 64, 2.66e9)],
@@ -49,7 +49,7 @@ def test_experts_are_of_the_size_that_they_are_named_after(
     assert own == pytest.approx(used, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.parametrize(("name", "parameters"), [("gpt-oss-20b", 20.9e9), ("gemma3-12b", 11.8e9)])
 def test_shapes_with_windows(name: str, parameters: float, tmp_path: Path) -> None:
     config = decoder_config(read_config(dummy_models.write(name, tmp_path)))

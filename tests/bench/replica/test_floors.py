@@ -16,7 +16,7 @@ from worker.executor import state_cache
 WITH_FLOORS = ("llama-8b", "gpt-oss-20b", "gemma3-12b", "qwen3-30b-a3b", "qwen3-next-cut")
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.parametrize("name", WITH_FLOORS)
 def test_targets_have_these_floors(name: str) -> None:
     floor, label = floors.of_shape(name), dummy_models.SHAPES[name].label

@@ -27,7 +27,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads((tmp_path / "found.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_every_workload_gives_its_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -53,7 +53,7 @@ def test_every_workload_gives_its_figure(
     assert "Running on the CPU in float32" in caplog.text, "as the ranks of other processes say it"
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_stages_and_what_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in link_speed.SOCKETS:
         monkeypatch.setenv(name, "")  # as it was, afterwards
@@ -74,7 +74,7 @@ def test_stages_and_what_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_under_pressure_every_request_gets_all_its_tokens_and_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,7 +90,7 @@ def test_under_pressure_every_request_gets_all_its_tokens_and_the_same(
     assert "100.0% of outputs as without pressure" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_what_is_computed_again_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs that might end early are expected to: the scheduler lets in too many, and has to preempt."""
     folder = dummy_models.write("tiny", tmp_path)
@@ -109,7 +109,7 @@ def test_what_is_computed_again_is_counted(tmp_path: Path, monkeypatch: pytest.M
         assert engine.executor.num_pages == 512 and replica.generate(engine, job).outputs == found.whole.outputs
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_request_that_fails_or_is_short_is_no_measurement(tmp_path: Path) -> None:
     with replica.started(
         dummy_models.write("tiny", tmp_path), WorkerConfig(**TINY | {"context_length": 512})
@@ -120,7 +120,7 @@ def test_a_request_that_fails_or_is_short_is_no_measurement(tmp_path: Path) -> N
             replica.generate(engine, ([[1]], [900]))
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_decoding_is_observed_at_the_batch_that_is_asked_for(tmp_path: Path) -> None:
     with replica.started(dummy_models.write("tiny", tmp_path), WorkerConfig(**TINY | {"max_running": 4})) as engine:
         for grammar in (False, True):
@@ -133,7 +133,7 @@ def test_decoding_is_observed_at_the_batch_that_is_asked_for(tmp_path: Path) -> 
         engine.check_integrity()
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_http_beside_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
@@ -150,7 +150,7 @@ def test_http_beside_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert asked["prompts"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_without_a_server_the_rest_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return json.loads((tmp_path / "n.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_both_checkouts_get_the_same_loads(fake: Fake, started: list[Any], tmp_path: Path) -> None:
     trace = tmp_path / "lengths.csv"
     trace.write_text("num_prefill_tokens,num_decode_tokens\n" + "5,3\n" * 400)
@@ -52,7 +52,7 @@ def test_both_checkouts_get_the_same_loads(fake: Fake, started: list[Any], tmp_p
     assert measured["now"]["burst"]["requests"] == 8 and measured["before"]["long"]["requests"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_failure_fails_the_measurement(
     fake: Fake, started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

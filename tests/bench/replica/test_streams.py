@@ -91,7 +91,7 @@ def test_figures_are_of_what_stands_in_front() -> None:
     assert "ranks 9000.0, routers 20.0" in over_http.line(found["listening"])
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_it_answers_as_a_replica_does() -> None:
     with streams.silent_replica() as address, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0

@@ -12,7 +12,7 @@ PAIR = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "
 FLAG = json.dumps({"type": "boolean"})
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_answers_to_schemas_are_as_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = [Answers(PAIR, ['{"a": 1}', '{"a": 20}']), Answers(FLAG, ["true"])]
     (tmp_path / "answers.json").write_text(json.dumps([vars(each) for each in answers]))
