@@ -111,7 +111,7 @@ def test_stages_that_are_full_leave_no_bubble():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SCHEDULES, "offline"])
 def test_every_request_gets_every_token_in_order(name):
-    requests = documents(8, 4.0)
+    requests = documents(5, 4.0)
     result = run(requests, name, sockets(), 2048, slo_s=0.25, kv_tokens=50_000)
     for life in result.lives:
         assert len(life.tokens_s) == life.request.output
