@@ -11,12 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.replica import dummy_models
@@ -25,62 +23,11 @@ from cluster.app import _Router
 from cluster.config import Config
 from cluster.conversion import ModelError
 from cluster.models import KNOWN, Packaged, pull, resolve, with_draft_folder
+from tests.cluster.gguf_files import write_gguf
 from worker.config import WorkerConfig
 from worker.folders import cache_folder
 
 NAME = "tiny-smollm"
-TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "ĠĠ", "he"]
-HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 2, 4, 2
-Q4_1 = gguf.GGMLQuantizationType.Q4_1
-
-
-def write_gguf(path: Path, kind: gguf.GGMLQuantizationType = Q4_1, hidden: int = HIDDEN) -> None:
-    """A random Llama with tied embeddings, in `kind` where quantisation is possible, and SmolLM's pre-tokenizer."""
-    rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(2 * hidden)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(TOKENS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(["Ġ Ġ", "h e"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-
-    def add(name: str, *shape: int) -> None:
-        values = rng.normal(0, 0.2, shape).astype(np.float32)
-        if len(shape) == 1:
-            writer.add_tensor(name, 1 + values)
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-
-    add("token_embd.weight", len(TOKENS), hidden)
-    add("output_norm.weight", hidden)
-    for layer in range(LAYERS):
-        add(f"blk.{layer}.attn_norm.weight", hidden)
-        add(f"blk.{layer}.attn_q.weight", hidden, hidden)
-        add(f"blk.{layer}.attn_k.weight", hidden * KV_HEADS // HEADS, hidden)
-        add(f"blk.{layer}.attn_v.weight", hidden * KV_HEADS // HEADS, hidden)
-        add(f"blk.{layer}.attn_output.weight", hidden, hidden)
-        add(f"blk.{layer}.ffn_norm.weight", hidden)
-        add(f"blk.{layer}.ffn_gate.weight", 2 * hidden, hidden)
-        add(f"blk.{layer}.ffn_up.weight", 2 * hidden, hidden)
-        add(f"blk.{layer}.ffn_down.weight", hidden, 2 * hidden)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture(scope="session")

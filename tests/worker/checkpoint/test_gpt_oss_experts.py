@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels.experts.mxfp4_weight import Mxfp4Weight, multiplied_out
+from tests.worker.checkpoint.rank_weights import CPU, load
 from tests.worker.conftest import COMMON, TINY, make_tiny
-from tests.worker.executor.test_weight_loader import CPU, load
 from worker.checkpoint.gpt_oss_experts import dequantized
 from worker.executor import weight_loader
 from worker.executor.weight_loader import load_weights

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from kernels.linear import any_linear
 from kernels.linear.fp8_linear import Fp8Weight, quantize
 from kernels.linear.linear import Linear
+from tests.worker.checkpoint.rank_weights import CPU, load
 from tests.worker.conftest import COMMON, together
 from worker.checkpoint import safetensors_files
 from worker.config import WorkerConfig
@@ -26,14 +27,8 @@ from worker.parallel.communicator import Communicator
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.step import Chunk, Plan
 
-CPU = torch.device("cpu")
 NAMES = ["llama_biased_tied", "llama_one_kv_head", "qwen3", "gemma3", "phi3", "qwen2_moe", "granitemoe", "gpt_oss"]
 NAMES += ["starcoder2"]
-
-
-def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "auto") -> dict[str, torch.Tensor]:
-    shard = Shard(decoder_config(read_config(folder)), rank, size)
-    return load_weights(folder, shard, CPU, torch.float32, load_format)
 
 
 def padded(part: torch.Tensor, rows: int, dim: int = 0) -> torch.Tensor:
