@@ -116,7 +116,7 @@ def test_one_half_is_an_error(published: Path, tmp_path: Path) -> None:
     tensors = load_file(published / "b.safetensors")
     del tensors["model.layers.2.mlp.experts.down_proj_scales"]
     save_file(tensors, tmp_path / "b.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts\.down_proj_blocks, and not the other half"):
+    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts\.down_proj_blocks"):
         load(tmp_path)
 
 
@@ -124,5 +124,5 @@ def test_mxfp4_is_of_gpt_oss_alone(tmp_path: Path) -> None:
     folder = make_tiny("qwen3_moe", tmp_path)
     said = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(said | {"quantization_config": MXFP4}))
-    with pytest.raises(ValueError, match=r"quantized \(mxfp4\), which is not supported"):
+    with pytest.raises(ValueError, match=r"\(mxfp4\)"):
         load(folder)
