@@ -1,4 +1,5 @@
-"""Imports run one way between folders, as docs/DESIGN.md says, and every folder says what it owns."""
+"""Imports run one way between folders, as docs/DESIGN.md says, test modules import none of each other, and every folder
+says what it owns."""
 
 import ast
 import re
@@ -131,6 +132,21 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         TopologicalSorter(arrows).prepare()
     except CycleError as error:
         raise AssertionError(f"modules import each other: {error.args[1]}") from None
+
+
+def test_no_test_module_imports_another() -> None:
+    """What tests share lies in modules of its own, which a test that moves or goes does not take along."""
+    wrong: list[str] = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(parsed(path)):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.startswith("tests.")]
+            elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "tests"):
+                names = [f"{node.module or ''}.{alias.name}" for alias in node.names]
+            modules = {part for name in names for part in name.split(".") if part.startswith("test_")}
+            wrong += [f"{path.relative_to(ROOT)} imports {module}" for module in sorted(modules)]
+    assert wrong == []
 
 
 def test_no_class_is_defined_twice() -> None:

@@ -78,7 +78,7 @@ def test_serve_builds_it_from_the_keys_of_the_configuration(monkeypatch: pytest.
     assert (model.device, model.name, keys) == ("cuda", "org/name", {})
     assert replicas._bound_deployment.num_replicas == 3
     assert router._bound_deployment.num_replicas == 2
-    with pytest.raises(ConfigError, match="did you mean replicas"):
+    with pytest.raises(ConfigError, match=r"replica: unknown.* replicas\?"):
         _as_serve_does(build, {"replica": 3})
 
 
@@ -192,7 +192,7 @@ def test_each_model_has_a_deployment_of_its_own(monkeypatch: pytest.MonkeyPatch)
 def test_a_key_that_the_environment_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
     monkeypatch.delenv("FAR_KEY", raising=False)
-    with pytest.raises(ConfigError, match="far: api_key_env: FAR_KEY is not set"):
+    with pytest.raises(ConfigError, match="far: api_key_env: FAR_KEY"):
         build({"models": MODELS})
 
 

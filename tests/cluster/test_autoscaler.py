@@ -129,7 +129,7 @@ async def test_it_waits_for_serve_and_fails_its_health_check_without_a_loop(
     made.check_health()
     made._looking.cancel()
     await asyncio.gather(made._looking, return_exceptions=True)
-    with pytest.raises(RuntimeError, match="the loop has ended"):
+    with pytest.raises(RuntimeError, match="loop"):
         made.check_health()
 
 

@@ -49,7 +49,7 @@ async def test_a_request_waits_for_the_replica_and_is_booked() -> None:
 
 
 async def test_a_replica_that_does_not_answer_is_given_up() -> None:
-    with pytest.raises(NoReplica, match="does not answer; replica_wait_s is 0"):
+    with pytest.raises(NoReplica, match="replica_wait_s is 0"):
         await Known(wait_s=0).place()
 
 
@@ -78,5 +78,5 @@ def test_the_queue_is_long_unless_it_is_said(settings: dict[str, Any]) -> None:
 def test_settings_of_a_server_are_refused() -> None:
     assert set(SETTINGS) <= Config.model_fields.keys()
     for name in Config.model_fields.keys() - set(SETTINGS) - {"model"}:
-        with pytest.raises(ConfigError, match=f"{name}: for `shoal serve` only"):
+        with pytest.raises(ConfigError, match=f"{name}: "):
             configured("./model", {name: 1})

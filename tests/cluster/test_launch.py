@@ -262,10 +262,10 @@ def test_a_taken_port_is_an_error_before_anything_starts(tiny_model: Path) -> No
 @pytest.mark.parametrize(
     ("runs", "address", "drain", "looks", "said"),
     [
-        (True, None, True, 3, "get 7 s to end"),
-        (True, "auto", False, 3, "get 7 s to end"),
-        (True, None, False, 0, "are cut off"),
-        (False, "auto", True, 0, "are cut off"),
+        (True, None, True, 3, " 7 s "),
+        (True, "auto", False, 3, " 7 s "),
+        (True, None, False, 0, "cut off"),
+        (False, "auto", True, 0, "cut off"),
     ],
 )
 def test_a_server_that_is_terminated_waits_for_its_streams(
@@ -291,16 +291,16 @@ def test_a_server_whose_ray_is_gone_waits_for_nothing(monkeypatch: pytest.Monkey
     server = launch._Launch(Config(), Console(file=out, width=500))
     server._runs = True
     server.interrupted(drain=True)
-    assert "Ray is gone: no controller" in out.getvalue()
+    assert "no controller" in out.getvalue()
 
 
 def test_more_gpus_than_a_machine_has() -> None:
     config = Config(device="cuda", replicas=2, tp=2, pp=2)
     start = launch._Launch(config, Console())
     start._check_gpus(8, config)
-    with pytest.raises(launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 need 8 GPUs.* has 4"):
+    with pytest.raises(launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 .*\b8 GPUs.*\b4\b"):
         start._check_gpus(4, config)
-    with pytest.raises(launch.LaunchError, match="has 0: device cpu needs none"):
+    with pytest.raises(launch.LaunchError, match=r"\b0: .*\bcpu\b"):
         start._check_gpus(0, config)
 
 
@@ -317,16 +317,16 @@ def test_how_the_model_wants_to_be_sampled_is_told_at_the_start(tmp_path: Path) 
     assert "generation_config.json: top_k is " in problem
     assert line.endswith("(generation_config.json): temperature 0.6, top_p 0.95")
     assert told("{}") == told(said, sampling_defaults="openai") == ""
-    with pytest.raises(launch.LaunchError, match=r"generation_config\.json is no JSON object"):
+    with pytest.raises(launch.LaunchError, match=r"generation_config\.json"):
         told("{")
 
 
 @pytest.mark.parametrize(
     ("settings", "wrong"),
     [
-        ({"pp": 3}, "pp=3 is more than the model's 2 layers: lower pp"),
-        ({"tp": 8}, "tp=8 is more than the model's 4 attention heads: lower tp"),
-        ({"pp": 2, "stage_layers": "2,2"}, "stage_layers=2,2 are 4 layers: the model has 2"),
+        ({"pp": 3}, r"^pp=3 .*\b2 layers\b.*\bpp$"),
+        ({"tp": 8}, r"^tp=8 .*\b4 attention heads\b.*\btp$"),
+        ({"pp": 2, "stage_layers": "2,2"}, r"^stage_layers=2,2 .*\b4 layers\b.*\b2$"),
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_an_error_before_anything_starts(
@@ -334,7 +334,7 @@ def test_a_model_that_cannot_be_cut_so_is_an_error_before_anything_starts(
 ) -> None:
     folder = dummy_models.write("tiny", tmp_path / "tiny")
     launch._check_cut(folder, Config(pp=2, stage_layers="1,1").deployments[0])
-    with pytest.raises(launch.LaunchError, match=f"^{wrong}$"):
+    with pytest.raises(launch.LaunchError, match=wrong):
         launch._check_cut(folder, Config(**settings).deployments[0])
 
 
@@ -345,7 +345,7 @@ def test_a_draft_model_of_another_vocabulary_is_an_error_before_anything_starts(
         vocabulary = {token: number for number, token in enumerate(tokens)}
         (one / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     launch._check_draft(folder, config.model_copy(update={"draft_model": str(folder)}))
-    with pytest.raises(launch.LaunchError, match="a draft model needs the same vocabulary"):
+    with pytest.raises(launch.LaunchError, match="vocabulary"):
         launch._check_draft(folder, config)
 
 
@@ -354,7 +354,7 @@ def test_a_file_without_keys_is_an_error_before_anything_starts(tmp_path: Path, 
     with pytest.raises(launch.LaunchError, match=r"api_key_file: .*No such file"):
         launch._Launch(Config(api_key_file=keys, port=free_port), Console()).start()
     keys.write_text("\n")
-    with pytest.raises(launch.LaunchError, match=r"api_key_file: .*has no key in it"):
+    with pytest.raises(launch.LaunchError, match=r"api_key_file: .*no key"):
         launch._Launch(Config(api_key_file=keys, port=free_port), Console()).start()
 
 

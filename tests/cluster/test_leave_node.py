@@ -22,7 +22,7 @@ def test_ray_is_told_until_when(monkeypatch: pytest.MonkeyPatch) -> None:
     gcs = FakeGcs(is_accepted=True)
     drain(gcs, "abc", 7)
     assert gcs.asked == [("abc", 2, "its pod ends", 1007_000)]
-    with pytest.raises(NotAccepted, match="does not drain node abc: it is the last one"):
+    with pytest.raises(NotAccepted, match="abc: it is the last one"):
         drain(FakeGcs(is_accepted=False), "abc", 7)
 
 

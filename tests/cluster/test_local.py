@@ -89,12 +89,12 @@ def test_a_path_holds_in_every_process(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_free_port_and_a_taken_one(free_port: int) -> None:
     local.check_port("127.0.0.1", free_port)
-    with socket.create_server(("127.0.0.1", free_port)), pytest.raises(local.PortTaken, match=f"port {free_port} of"):
+    with socket.create_server(("127.0.0.1", free_port)), pytest.raises(local.PortTaken, match=str(free_port)):
         local.check_port("127.0.0.1", free_port)
 
 
 def test_an_address_of_another_machine_is_named(free_port: int) -> None:
-    with pytest.raises(OSError, match=rf"^cannot listen on 203\.0\.113\.1:{free_port}: Cannot assign .*--host"):
+    with pytest.raises(OSError, match=rf"203\.0\.113\.1:{free_port}: .*--host"):
         local.check_port("203.0.113.1", free_port)
 
 
@@ -110,10 +110,10 @@ def test_a_ray_that_lost_its_heart_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     there = [Process("python"), Process("gcs_server"), Process("raylet")]
     local.check()
     there[1] = Process("gcs_server", "zombie")
-    with pytest.raises(RuntimeError, match="its gcs_server ended"):
+    with pytest.raises(RuntimeError, match="gcs_server ended"):
         local.check()
     del there[1:]
-    with pytest.raises(RuntimeError, match="its gcs_server and raylet ended"):
+    with pytest.raises(RuntimeError, match="gcs_server and raylet"):
         local.check()
 
 

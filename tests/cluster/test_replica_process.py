@@ -105,8 +105,8 @@ READY = """os.write(reports, b'{"ready": {"address": "here"}}\\n')\n"""
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("sys.exit(3)", "ended with exit code 3"),
-        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("sys.exit(3)", "exit code 3"),
+        ("os.kill(os.getpid(), 9)", "SIGKILL"),
         ("""os.write(reports, b'{"failed": "ValueError: no"}\\n')""", "ValueError: no"),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_process_that_does_not_end_or_load_is_killed(monkeypatch: pytest.Monke
     for code in (READY + hangs, hangs):
         process, _ = ended(code, monkeypatch)
         if code == hangs:
-            with pytest.raises(ReplicaEnded, match="not loaded within start_timeout_s=0;"):
+            with pytest.raises(ReplicaEnded, match="start_timeout_s=0"):
                 process.wait(0)
         else:
             process.wait(WAIT_S)
@@ -148,7 +148,7 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     reason: Future[str] = Future()
     process = ReplicaProcess(Config(), reason.set_result)
-    with pytest.raises(ReplicaEnded, match=r"cannot be started: .*/nowhere/python"):
+    with pytest.raises(ReplicaEnded, match="/nowhere/python"):
         process.wait(WAIT_S)
     process.close()
-    assert "cannot be started" in reason.result(WAIT_S)
+    assert "/nowhere/python" in reason.result(WAIT_S)

@@ -122,9 +122,9 @@ def test_an_even_load_comes_to_rest(work: float, number: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"min_replicas": 0}, "min_replicas: without max_replicas there is no autoscaling"),
-        ({"replicas": 3, "max_replicas": 2}, "replicas=3, the number at the start, must be from"),
-        ({"replicas": 1, "min_replicas": 2, "max_replicas": 2}, "must be from min_replicas=2 to max_replicas=2"),
+        ({"min_replicas": 0}, "min_replicas: .*max_replicas"),
+        ({"replicas": 3, "max_replicas": 2}, "replicas=3, .*max_replicas=2"),
+        ({"replicas": 1, "min_replicas": 2, "max_replicas": 2}, "replicas=1, .*min_replicas=2 .*max_replicas=2"),
     ],
 )
 def test_bounds_that_do_not_fit_are_refused(settings: dict[str, int], problem: str) -> None:

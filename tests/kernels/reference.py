@@ -6,6 +6,9 @@ import torch
 
 from kernels.attention.interface import AttentionBackend, AttentionBatch, AttentionShape
 
+# How far from it a backend may be, absolutely and relatively.
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
 
 class ReferenceAttention(AttentionBackend):
     """Slow and obvious. `kv` is the pages (see `kernels.attention.interface`)."""

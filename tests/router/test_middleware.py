@@ -87,10 +87,8 @@ def test_a_refusal_is_logged_by_its_id(
         assert httpx.post(f"{stack.url}/v1/chat/completions", json={}).status_code == 400
     assert answer.status_code == 429
     (record,) = [record for record in caplog.records if record.name == "router.middleware"]
-    assert (record.levelname, record.getMessage()) == (
-        "INFO",
-        "request mine ended with 429 overloaded: the queue is full",
-    )
+    assert record.levelname == "INFO"
+    assert all(told in record.getMessage() for told in ("mine", "429", "overloaded", failure.message))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -111,7 +109,7 @@ def test_what_fails_unforeseen_is_answered_and_logged(
         )
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
     assert answer.headers[request_id.HEADER] == "mine" and answer.headers["access-control-allow-origin"] == PAGE
-    assert [record for record in caplog.records if "request mine failed" in record.getMessage() and record.exc_info]
+    assert [record for record in caplog.records if "mine" in record.getMessage() and record.exc_info]
 
 
 def test_behind_a_proxy_that_answers_the_id_it_is_not_there_twice(stack: Any) -> None:
@@ -158,5 +156,5 @@ def test_any_origin_or_none(make_stack: Make, make_replica: Make) -> None:
 
 @pytest.mark.parametrize("origins", ["", "chat.example.com", f"{PAGE}/", f"{PAGE}/path", f"{PAGE},", "null"])
 def test_what_is_no_origin(origins: str) -> None:
-    with pytest.raises(ValidationError, match="scheme and a host"):
+    with pytest.raises(ValidationError, match="cors_origins"):
         RouterConfig(cors_origins=origins)

@@ -10,6 +10,7 @@ import tokenizers
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.defaults import SamplingDefaults
+from router.errors import ApiError
 from router.metrics import Metrics
 from router.models import Models
 from router.tokenizer import Tokenizer
@@ -148,7 +149,7 @@ def test_an_unknown_model_is_told_which_there_are(door: Door, path: str) -> None
     answer = door.post(path, model="gpt-9", **UNKNOWN[path])
     assert answer.status_code == 404
     error = answer.json()["error"]
-    assert "'gpt-9' does not exist; this server has 'tiny', 'gpt-4o', 'org/large'" in error["message"]
+    assert all(told in error["message"] for told in ("'gpt-9'", "'tiny', 'gpt-4o', 'org/large'"))
     if path.startswith("/v1/messages"):
         assert (answer.json()["type"], error["type"]) == ("error", "not_found_error")
     else:
@@ -251,7 +252,7 @@ def test_a_response_may_be_continued_by_another_model(
 
 def test_two_models_of_one_name_are_refused(make_service: Make) -> None:
     metrics = Metrics()
-    with pytest.raises(ValueError, match="two models are named 'a'"):
+    with pytest.raises(ValueError, match="'a'"):
         Models(
             [make_service(metrics, name="a"), make_service(metrics, name="b", config=RouterConfig(aliases=("a",)))],
             metrics,
@@ -265,6 +266,6 @@ def test_many_names_are_cut_short(make_service: Make) -> None:
     metrics = Metrics()
     aliases = tuple(f"alias-{number}" for number in range(30))
     models = Models([make_service(metrics, name="a", config=RouterConfig(aliases=aliases))], metrics, RouterConfig())
-    with pytest.raises(Exception, match=r"'alias-18' and 11 more: see /v1/models\.$") as error:
+    with pytest.raises(ApiError, match=r"'alias-18' .*\b11\b.*/v1/models") as error:
         models.find("x" * 1000)
-    assert len(str(error.value)) < 700
+    assert error.value.code == "model_not_found" and len(str(error.value)) < 700

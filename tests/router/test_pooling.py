@@ -83,7 +83,7 @@ def test_files_that_ask_for_something_else_are_named(
 
 def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("{")
-    with pytest.raises(ValueError, match=r"modules\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"modules\.json"):
         read(tmp_path)
 
 

@@ -257,7 +257,7 @@ def test_what_was_looked_at_must_still_be_there() -> None:
     programs.end(programs.begin(fork), BranchText(tail="xyz"))
     with pytest.raises(BranchUnknown, match="another request"):
         programs.begin(fork)
-    with pytest.raises(BranchUnknown, match="names a parent"):
+    with pytest.raises(BranchUnknown, match="parent"):
         programs.look("p", "c", "b", True)
 
 

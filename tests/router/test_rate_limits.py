@@ -77,7 +77,7 @@ def test_requests_flow_off_evenly(router: Router, clock: Clock) -> None:
     assert headers["x-ratelimit-limit-requests"] == "6" and headers["x-ratelimit-reset-requests"] == "1m0s"
     refused = router.refusal(client)
     assert refused.headers is not None and refused.headers["Retry-After"] == "10"
-    assert refused.headers["x-ratelimit-remaining-requests"] == "0" and "6 requests a minute" in refused.message
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0" and "6 requests" in refused.message
     clock.s += 10
     router.enter(client)
     assert router.refusal(client).headers["Retry-After"] == "10"  # type: ignore[index]
@@ -108,7 +108,7 @@ def test_tokens_count_when_they_are_used(router: Router, clock: Clock) -> None:
 def test_requests_at_once(router: Router) -> None:
     client = ApiClient("t", "a", concurrent_requests=2)
     first, second = router.enter(client), router.enter(client)
-    assert "2 requests at once" in router.refusal(client).message and second.headers() == {}
+    assert "2 requests" in router.refusal(client).message and second.headers() == {}
     first.end()
     first.end()  # counts once
     router.enter(client)
@@ -220,8 +220,9 @@ def test_priorities_end_where_the_key_says(make_stack: Any, make_replica: Any, k
         ask(client, extra_body={} if priority is None else {"priority": priority})
         assert fake.requests()[-1].priority == sent
     for client, priority in ((batch, 0), (chat, 6), (free, 1)):
-        with pytest.raises(openai.BadRequestError, match="'priority' is"):
+        with pytest.raises(openai.BadRequestError) as refused:
             ask(client, extra_body={"priority": priority})
+        assert refused.value.param == "priority"
     batch.embeddings.create(model="tiny", input="x")
     assert fake.requests()[-1].priority == -2
     page = httpx.get(f"{stack.url}/openapi.json").json()
@@ -275,8 +276,9 @@ def test_caches_are_kept_apart(make_stack: Any, make_replica: Any, tmp_path: Pat
     assert len({one, two, one_s, two_s, three, three_s, four_t}) == 7 == len(set(keys))
     stack.client.with_options(api_key="sk-one").embeddings.create(model="tiny", input="x")
     assert fake.requests()[-1].cache_salt == one
-    with pytest.raises(openai.BadRequestError, match="cache_salt"):
+    with pytest.raises(openai.BadRequestError) as refused:
         ask(stack.client.with_options(api_key="sk-one"), extra_body={"cache_salt": ""})
+    assert refused.value.param == "cache_salt"
 
 
 def test_answers_and_refusals_tell_what_is_left(make_stack: Any, make_replica: Any, keys: RouterConfig) -> None:

@@ -32,7 +32,7 @@ def test_a_request_has_one_line(stack: Any, caplog: pytest.LogCaptureFixture, st
         assert answer.status_code == 200
         stack.until(lambda: told(caplog))  # it is written when the answer has ended
     (line,) = told(caplog)
-    assert (line.levelname, line.getMessage()) == ("INFO", "request mine ended")
+    assert line.levelname == "INFO" and "mine" in line.getMessage()
     (request,) = stack.fakes["r0"].requests()
     fields = vars(line)
     assert fields["request_id"] == "mine" and fields["model"] == "tiny" and fields["replica"] == "r0"

@@ -255,7 +255,7 @@ def test_a_refusal_says_which_part_is_at_fault(walked: Callable[..., WalkedVocab
     tools: list[Any] = [{"name": "f", "parameters": {"type": "object", "contains": {}}, "strict": True}]
     form = {"kind": "json_schema", "text": '{"contains": {}}'}
     for given, of_text in ({"tools": tools}, False), ({"tools": [{"name": "f"}], "form": form}, True):
-        with pytest.raises(GrammarError, match="contains at # is not supported") as raised:
+        with pytest.raises(GrammarError, match="contains at #") as raised:
             tool_calls_to_ebnf(json.dumps({"format": "hermes", **given}), vocabulary)
         assert raised.value.of_text == of_text
     for wrong in ({"tools": []}, {"tools": [], "form": form, "mode": "required"}):

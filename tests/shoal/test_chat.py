@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shoal import chat, chat_terminal
 from shoal.chat import piped
-from shoal.chat_conversation import ChatConversation, transcript
+from shoal.chat_conversation import INTERRUPTED, ChatConversation, transcript
 from shoal.chat_terminal import ChatTerminal, Progress, figures
 from shoal.chat_tools import DENIED, Toolbox, described
 from shoal.client import ChatAnswer, Client, ServerError, Streamed, StreamedCall, ThoughtPiece
@@ -86,9 +86,9 @@ def test_a_reset_keeps_the_system_prompt(talk: ChatConversation) -> None:
     ("fault", "says"),
     [
         ("refuses", "the prompt is too long"),
-        ("hangs up", "the connection broke"),
+        ("hangs up", "connection"),
         ("error", "out of luck"),
-        ("no end", "broke the answer off"),
+        ("no end", "answer off"),
     ],
 )
 def test_a_question_without_an_answer_leaves_no_trace(
@@ -186,7 +186,7 @@ def test_a_stopped_call_leaves_no_call_without_a_result(fake: Fake, talk: ChatCo
 
     assert talk.ask("go", drain, stop).finish_reason == "stopped" and asked == ["call_1"]
     results = [(message["tool_call_id"], message["content"]) for message in talk.messages[2:]]
-    assert results == [(f"call_{number}", "error: the user stopped this call") for number in (1, 2)]
+    assert results == [(f"call_{number}", INTERRUPTED) for number in (1, 2)]
 
     def stop_at_call(pieces: Iterable[Streamed]) -> None:
         for piece in pieces:
@@ -252,14 +252,13 @@ def test_a_pipe_shows_neither_thinking_nor_calls(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     line = ["--url", fake.url, "--reasoning-effort", "low", "--tool", "tool_of_test:loud"]
-    for more, result, err in [
-        (["--allow-tools"], "2", "loud\n"),
-        ([], DENIED, "shoal chat: loud(n=1) is denied; --allow-tools lets tools run\n"),
-    ]:
+    for more, result, named in [(["--allow-tools"], "2", ["loud\n"]), ([], DENIED, ["loud(n=1)", "--allow-tools"])]:
         fake.answers = [thought("so so") + said("Let me see") + called("loud", '{"n": 1}'), said("Done it is")]
         monkeypatch.setattr("sys.stdin", io.StringIO("hi\nyou\n"))
         assert chat.main([*line, *more]) == 0
-        assert capsys.readouterr() == ("Let me see\nDone it is\nYou said: you\n", err)
+        shown = capsys.readouterr()
+        assert shown.out == "Let me see\nDone it is\nYou said: you\n"
+        assert all(part in shown.err for part in named) and len(shown.err.splitlines()) == 1
         assert fake.bodies[-2]["messages"][-1]["content"] == result
     assert fake.bodies[0]["reasoning_effort"] == "low"
 
@@ -269,7 +268,8 @@ def test_a_tool_that_is_not_there_is_said_at_once(
 ) -> None:
     monkeypatch.setattr("sys.path", [*sys.path])
     assert chat.main(["--url", fake.url, "--tool", "math:nothing"]) == 2
-    assert capsys.readouterr().err == "shoal chat: --tool math:nothing: math has no function nothing\n"
+    said = capsys.readouterr().err
+    assert said.startswith("shoal chat: --tool math:nothing: ") and len(said.splitlines()) == 1
 
 
 def test_the_command_from_a_pipe(fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -282,7 +282,7 @@ def test_the_command_from_a_pipe(fake: Fake, monkeypatch: pytest.MonkeyPatch, ca
     assert (body["model"], body["seed"], body["max_tokens"], body["temperature"]) == ("other", 5, 9, 0.6)
     assert body["messages"][0] == {"role": "system", "content": "s"}
     assert chat.main(["--url", fake.url]) == 1
-    assert "the server wants a key" in capsys.readouterr().err
+    assert "--api-key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -306,14 +306,16 @@ def test_a_model_that_is_not_there_is_said_at_once(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
     assert chat.main(["--url", fake.url, "--model", "nope"]) == 1
-    assert capsys.readouterr().err == f"shoal chat: {fake.url} has no model 'nope'; it has fake, other, own\n"
+    said = capsys.readouterr().err
+    assert all(part in said for part in (fake.url, "'nope'", "fake, other, own")) and len(said.splitlines()) == 1
     assert fake.bodies == []
 
 
 def test_no_server_is_one_line(capsys: Captured) -> None:
     assert chat.main(["--url", "127.0.0.1:1"]) == 1
     said = capsys.readouterr().err
-    assert said == "shoal chat: no server at http://127.0.0.1:1; start one with `shoal serve`, or say --url\n"
+    assert said.startswith("shoal chat: ") and len(said.splitlines()) == 1
+    assert all(part in said for part in ("http://127.0.0.1:1", "`shoal serve`", "--url"))
 
 
 # ---------------------------------------------------------------- in a terminal
@@ -364,7 +366,7 @@ def test_commands(fake: Fake, talk: ChatConversation, terminal: Callable[..., st
 def test_thinking_is_folded(fake: Fake, terminal: Callable[..., str]) -> None:
     fake.answers = [thought("hmm, well") + said("Yes, it is.")]
     shown = terminal("/think", "is it?", "/think", "thanks", "/think")
-    assert re.search(r"thought for \d\.\d s, 2 words; /think shows it\n\nYes, it is\.", shown)
+    assert re.search(r"\d\.\d s, 2 words; /think .*\n\nYes, it is\.", shown)
     assert shown.count("hmm, well") == 1 and shown.count("did not think") == 2
 
 
@@ -392,8 +394,9 @@ def test_a_call_runs_when_the_user_says_so(fake: Fake, talk: ChatConversation, t
     ]
     shown = terminal("one", "what?", "n", "two", "always", "three", "y", "four", EOFError, "five", "/tools")
     results = [message["content"] for message in talk.messages if message["role"] == "tool"]
-    there = "error: there is no tool 'gone'; there are: add, fail"
-    assert results == [DENIED, "3", "error: ValueError: no luck", DENIED, there]
+    *ran, there = results
+    assert ran == [DENIED, "3", "error: ValueError: no luck", DENIED]
+    assert there.startswith("error: ") and "'gone'" in there and there.endswith(": add, fail")
     assert shown.count("add(a=1, b=2)\n") == 2 and there in shown and shown.count("done so") == 5
     assert "add(a, b) runs without asking · The sum." in shown and "fail() asks" in shown
 
@@ -420,7 +423,7 @@ def test_ctrl_c_at_a_call_comes_back_to_the_prompt(
 
 def test_an_endless_turn_is_told(fake: Fake, terminal: Callable[..., str]) -> None:
     fake.answers = [called("gone", "{}") for _ in range(16)]
-    assert "no answer after 16 rounds of calls" in terminal("go")
+    assert "16 rounds" in terminal("go")
 
 
 def test_the_last_question_is_retried_edited_and_forgotten(
@@ -434,7 +437,7 @@ def test_the_last_question_is_retried_edited_and_forgotten(
 
     monkeypatch.setattr(chat_terminal, "typed", typed)
     shown = terminal("/retry", "/edit", "/undo", "one", "two\\", "lines", "/retry", "/edit", "three\\", "four")
-    assert shown.count("there is no question yet") == 3
+    assert shown.count("no question") == 3
     assert [text for text in before if text] == ["two\\", "lines"]
     questions = [message["content"] for message in talk.messages if message["role"] == "user"]
     assert questions == ["one", "three\nfour"] and len(fake.bodies) == 4
@@ -447,7 +450,7 @@ def test_a_question_that_failed_can_be_retried(
 ) -> None:
     fake.answers = [[], thought("only thinking")]
     shown = terminal("one", "two", "/retry")
-    assert shown.count("no answer; the question was not kept") == 2
+    assert shown.count("not kept") == 2
     assert [message["content"] for message in talk.messages] == ["two", "You said: two"]
 
 

@@ -126,12 +126,15 @@ def test_what_is_wrong_is_a_result() -> None:
         return tools.answer(call(name, arguments), lambda asked: False)
 
     assert result("sqrt", '{"x": -1}').startswith("error: ValueError: ")
-    assert "missing 1 required positional argument: 'city'" in result("weather", "")
-    assert "'F' is not a valid Unit" in result("weather", '{"city": "x", "unit": "F"}')
+    for given, kind, named in (("", "TypeError", "'city'"), ('{"city": "x", "unit": "F"}', "ValueError", "'F'")):
+        told = result("weather", given)
+        assert told.startswith(f"error: {kind}: ") and named in told
     assert result("exits", "{}") == "error: SystemExit: 3"
-    assert result("sin", "{}") == "error: there is no tool 'sin'; there are: weather, exits, sqrt"
+    told = result("sin", "{}")
+    assert told.startswith("error: ") and "'sin'" in told and told.endswith(": weather, exits, sqrt")
     for arguments in ('{"x": 1', "[1]", "x"):
-        assert result("sqrt", arguments) == f"error: the arguments are not a JSON object: {arguments}"
+        told = result("sqrt", arguments)
+        assert told.startswith("error: ") and "JSON" in told and told.endswith(f": {arguments}")
 
 
 def test_a_call_that_is_not_permitted_does_not_run() -> None:
@@ -156,12 +159,12 @@ def test_modules_of_a_folder(
     (tmp_path / "broken_of_test.py").write_text("import nowhere_at_all")
     assert load("mine_of_test:A.f").name == "f" and capsys.readouterr().out == ""
     for where, says in [
-        ("math", "--tool math: say module:function, as in --tool math:sqrt"),
-        ("nowhere_at_all:f", "there is no module nowhere_at_all, here or installed"),
-        ("nowhere_at_all.inside:f", "there is no module nowhere_at_all.inside"),
-        ("mine_of_test:g", "--tool mine_of_test:g: mine_of_test has no function g"),
+        ("math", "module:function"),
+        ("nowhere_at_all:f", "no module nowhere_at_all,"),
+        ("nowhere_at_all.inside:f", "no module nowhere_at_all.inside"),
+        ("mine_of_test:g", "no function g"),
         ("math:pi", "pi is not a function"),
-        ("broken_of_test:f", "importing broken_of_test fails: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("broken_of_test:f", "broken_of_test fails: ModuleNotFoundError: "),
     ]:
         with pytest.raises(ToolError) as raised:
             load(where)
@@ -169,12 +172,12 @@ def test_modules_of_a_folder(
 
 
 def test_what_cannot_be_described() -> None:
-    with pytest.raises(ToolError, match="is no name for a tool"):
+    with pytest.raises(ToolError, match="<lambda>"):
         described(lambda: 1, "<lambda>")
-    with pytest.raises(ToolError, match="does not say what its parameters are"):
+    with pytest.raises(ToolError, match="parameters"):
         described(dict, "dict")
     tool = PythonTool("f", "", {}, weather)
-    with pytest.raises(ToolError, match="two tools are called f"):
+    with pytest.raises(ToolError, match=r"\bf$"):
         Toolbox([tool, tool])
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_the_engine_and_the_cost_of_a_schema_that_is_enforced(
     file.write_text(json.dumps({"type": "string", "pattern": "^a.*", "maxLength": 5}))
     assert check_schema.main([str(file), "--model", str(model)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("enforced by llguidance: ") and "s of CPU time" in said
+    assert re.search(r"\bllguidance: .*\d s\b", said)
 
 
 def test_the_keyword_that_is_not_enforced_and_its_place(
@@ -36,8 +37,8 @@ def test_the_keyword_that_is_not_enforced_and_its_place(
     monkeypatch.setattr("sys.stdin", io.StringIO('{"properties": {"a": {"contains": {}}}}'))
     assert check_schema.main(["-", "--model", str(model)]) == 1
     refused, without, *named = capsys.readouterr().out.splitlines()
-    assert refused == "refused: contains at #/properties/a is not supported"
-    assert without.startswith('with "strict": false, enforced by ') and "s of CPU time" in without
+    assert "contains at #/properties/a" in refused
+    assert '"strict": false' in without and re.search(r"\d s\b", without)
     assert named == ["  contains at #/properties/a"]
 
 

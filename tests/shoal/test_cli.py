@@ -1,5 +1,6 @@
 """The command line finds the command, answers at once, and says in a line what is wrong."""
 
+import re
 import subprocess
 import sys
 import types
@@ -28,22 +29,22 @@ def test_version(capsys: Captured) -> None:
 def test_without_a_command_the_help_goes_to_stderr(capsys: Captured) -> None:
     assert cli.main([]) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and "usage: shoal COMMAND" in shown.err
+    assert shown.out == "" and "usage: shoal" in shown.err
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["chta"], "no command 'chta'; did you mean chat?"),
-        (["zzz"], "there are serve, chat, status, pull, check-schema, bench"),
-        (["--zzz"], "no option '--zzz'"),
-        (["bench", "srve"], "shoal bench: no command 'srve'; did you mean serve?"),
+        (["chta"], r"'chta'.*\bchat\?"),
+        (["zzz"], "serve, chat, status, pull, check-schema, bench"),
+        (["--zzz"], "'--zzz'"),
+        (["bench", "srve"], r"^shoal bench: .*'srve'.*\bserve\?"),
     ],
 )
 def test_a_wrong_command_is_one_line(argv: list[str], says: str, capsys: Captured) -> None:
     assert cli.main(argv) == 2
     said = capsys.readouterr().err
-    assert says in said and len(said.splitlines()) == 1
+    assert re.search(says, said) and len(said.splitlines()) == 1
 
 
 def test_commands_get_the_rest_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,14 +128,15 @@ def test_a_model_is_given_once(launched: list, capsys: Captured) -> None:
     with pytest.raises(SystemExit) as raised:
         serve.main(["mine", "--model", "yours"])
     assert raised.value.code == 2 and launched == []
-    assert "two models: mine and --model yours" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "mine" in said and "--model yours" in said
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--port", "99999"], "port: 99999: input should be less than or equal to 65535"),
-        (["--config", "none.yaml"], "none.yaml: cannot be read"),
+        (["--port", "99999"], "port: 99999: "),
+        (["--config", "none.yaml"], "none.yaml: "),
     ],
 )
 def test_a_wrong_configuration_exits_with_2(launched: list, argv: list[str], says: str, capsys: Captured) -> None:
@@ -146,7 +148,7 @@ def test_an_unknown_key_in_a_file_is_an_error(launched: list, tmp_path: Path, ca
     file = tmp_path / "shoal.yaml"
     file.write_text("replcas: 3\n")
     assert serve.main(["--config", str(file)]) == 2
-    assert "did you mean replicas?" in capsys.readouterr().err and launched == []
+    assert "replicas?" in capsys.readouterr().err and launched == []
 
 
 @pytest.mark.parametrize("argv", [["--prot", "1"], ["x", "y"], ["--port", "x"], ["--replica", "3"]])
@@ -154,7 +156,7 @@ def test_an_unknown_flag_exits_with_2(launched: list, argv: list[str], capsys: C
     with pytest.raises(SystemExit) as raised:
         serve.main(argv)
     assert raised.value.code == 2 and launched == []
-    assert "did you mean --port?" in capsys.readouterr().err or argv[0] != "--prot"
+    assert "--port?" in capsys.readouterr().err or argv[0] != "--prot"
 
 
 def test_pull_prints_the_folder_or_why_not(monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path) -> None:
@@ -163,4 +165,5 @@ def test_pull_prints_the_folder_or_why_not(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().out == f"{tmp_path / 'some'}\n"
     monkeypatch.undo()
     assert pull.main(["smollm2"]) == 1
-    assert "shoal pull: no model 'smollm2'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("shoal pull: ") and "'smollm2'" in said

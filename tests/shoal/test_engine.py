@@ -68,7 +68,7 @@ def test_an_import_takes_no_more_than_it_must(code: str, absent: list[str]) -> N
 def test_the_package_names_what_it_has() -> None:
     assert {"Engine", "EngineError", "RequestError", "__version__"} <= set(dir(shoal))
     assert shoal.Engine is Engine
-    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+    with pytest.raises(AttributeError, match="'Motor'"):
         shoal.Motor  # noqa: B018
 
 
@@ -194,8 +194,9 @@ def test_answers_come_as_they_end(llm: Engine) -> None:
     chats = [[{"role": "user", "content": "Hi"}]] * 2
     assert {len(both) for _, both in llm.as_completed(chats, n=2, **GREEDY)} == {2}
     assert list(llm.as_completed([], **GREEDY)) == []
-    with pytest.raises(RequestError, match="prompt and answer together") as caught:
+    with pytest.raises(RequestError) as caught:
         list(llm.as_completed(["a", "x" * 5000], **GREEDY))
+    assert caught.value.code == "context_length_exceeded"
     assert caught.value.__notes__ == ["at index 1 of the batch"]
 
 
@@ -260,42 +261,45 @@ def test_other_clients_use_its_transport(llm: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "param", "says"),
+    ("parameters", "param", "code", "says"),
     [
-        ({"temperature": 3}, "temperature", "<= 2"),
-        ({"temperatur": 1}, "temperatur", "Unknown parameter"),
-        ({"max_tokens": "many"}, "max_tokens", "int"),
-        ({"n": 0}, "n", ">= 1"),
-        ({"regex": "("}, "regex", "regular expression"),
-        ({"regex": "a", "choice": ["b"]}, "choice", "exclude each other"),
-        ({"stop_token_ids": [9999]}, "stop_token_ids", "the model's largest"),
-        ({"max_tokens": 5000}, "max_tokens", "context"),
-        ({"stream": True}, "stream", "set by the Engine"),
-        ({"model": "other"}, "model", "does not exist"),
+        ({"temperature": 3}, "temperature", "invalid_value", "<= 2"),
+        ({"temperatur": 1}, "temperatur", "unknown_parameter", "'temperatur'"),
+        ({"max_tokens": "many"}, "max_tokens", "invalid_value", "int"),
+        ({"n": 0}, "n", "invalid_value", ">= 1"),
+        ({"regex": "("}, "regex", "invalid_value", "("),
+        ({"regex": "a", "choice": ["b"]}, "choice", None, "regex"),
+        ({"stop_token_ids": [9999]}, "stop_token_ids", None, "9999"),
+        ({"max_tokens": 5000}, "max_tokens", "context_length_exceeded", "context"),
+        ({"stream": True}, "stream", None, "Engine"),
+        ({"model": "other"}, "model", "model_not_found", "'other'"),
     ],
 )
-def test_a_wrong_parameter_is_refused_by_name(llm: Engine, parameters: dict[str, Any], param: str, says: str) -> None:
+def test_a_wrong_parameter_is_refused_by_name(
+    llm: Engine, parameters: dict[str, Any], param: str, code: str | None, says: str
+) -> None:
     for ask in (llm.generate, lambda prompt, **given: list(llm.stream(prompt, **given))):
         with pytest.raises(RequestError, match=re.escape(says)) as caught:
             ask("Once upon", **parameters)
-        assert caught.value.param == param
+        assert (caught.value.param, caught.value.code) == (param, code)
     assert llm.generate("Once upon", **GREEDY).finish_reason == "length"
 
 
 def test_a_stream_has_one_answer(llm: Engine) -> None:
-    with pytest.raises(RequestError, match="one answer"):
+    with pytest.raises(RequestError) as caught:
         list(llm.stream("a", n=2))
+    assert caught.value.param == "n"
 
 
 def test_a_batch_says_which_prompt_is_wrong(llm: Engine) -> None:
-    with pytest.raises(RequestError, match="prompt and answer together") as caught:
+    with pytest.raises(RequestError) as caught:
         llm.generate(["a", "b", "x" * 5000, "c"], **GREEDY)
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.__notes__ == ["at index 2 of the batch"]
 
 
 def test_a_text_is_no_conversation(llm: Engine) -> None:
-    with pytest.raises(TypeError, match="a conversation is a list of messages"):
+    with pytest.raises(TypeError, match="list of messages"):
         llm.chat("Hello")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="content"):
         llm.chat([{"role": "user"}])
@@ -304,9 +308,9 @@ def test_a_text_is_no_conversation(llm: Engine) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"max_runing": 4}, "did you mean max_running"),
+        ({"max_runing": 4}, "max_running"),
         ({"page_size": 0}, "page_size: 0"),
-        ({"port": 80, "replicas": 2}, "port, replicas: for `shoal serve` only"),
+        ({"port": 80, "replicas": 2}, "port, replicas: "),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(tiny_model: Path, settings: dict[str, Any], says: str) -> None:
@@ -315,7 +319,7 @@ def test_a_wrong_setting_is_refused_by_name(tiny_model: Path, settings: dict[str
 
 
 def test_a_model_that_is_not_there() -> None:
-    with pytest.raises(ModelError, match="no model 'nowhere'"):
+    with pytest.raises(ModelError, match="'nowhere'"):
         shoal.Engine("nowhere")
 
 
@@ -339,16 +343,16 @@ def test_a_replica_that_is_killed_is_an_error_and_no_wait(tiny_model: Path) -> N
     stream = doomed.stream("Once upon", **ENDLESS)
     next(stream)
     replica.kill()
-    with pytest.raises(EngineError, match="was killed by SIGKILL"):
+    with pytest.raises(EngineError, match="SIGKILL"):
         list(stream)
-    with pytest.raises(EngineError, match="was killed by SIGKILL"):
+    with pytest.raises(EngineError, match="SIGKILL"):
         doomed.generate(PROMPTS)
     doomed.close()
     doomed.close()
     for ask in (doomed.generate, doomed.stream):
-        with pytest.raises(EngineError, match="the Engine is closed"):
+        with pytest.raises(EngineError, match="closed"):
             list(ask("Once upon"))
-    with pytest.raises(EngineError, match="the Engine is closed"):
+    with pytest.raises(EngineError, match="closed"):
         asyncio.run(doomed.generate_async("Once upon"))
 
 
@@ -412,9 +416,8 @@ def test_ctrl_c_leaves_it_usable_and_its_process_takes_the_replica_along(tiny_mo
     command = [sys.executable, "-c", SCRIPT, str(tiny_model)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, start_new_session=True, timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL
-    *said, pid = done.stdout.splitlines()
-    fork = "an Engine cannot be used in a fork of its process: make another one there"
-    assert said == ["interrupted", "interrupted", "abcdef", fork, "abcdef"]
+    *said, in_fork, after, pid = done.stdout.splitlines()
+    assert said == ["interrupted", "interrupted", "abcdef"] and "fork" in in_fork and after == "abcdef"
     if psutil.pid_exists(int(pid)):
         psutil.Process(int(pid)).wait(WAIT_S)
 

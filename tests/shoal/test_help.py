@@ -1,5 +1,6 @@
 """Help is whole words at any width of the terminal, and an option that is not there gets a hint."""
 
+import re
 import shlex
 from contextlib import suppress
 
@@ -63,10 +64,10 @@ first   what is said of the first one
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--modle", "x"], "no option '--modle'; did you mean --model?"),
-        (["--modle=x"], "no option '--modle'; did you mean --model?"),
-        (["--zzz"], "no option '--zzz'; shoal x --help lists what there is"),
-        (["what"], "no argument 'what'"),
+        (["--modle", "x"], r"'--modle'.* --model\?"),
+        (["--modle=x"], r"'--modle'.* --model\?"),
+        (["--zzz"], "'--zzz'.*shoal x --help"),
+        (["what"], "'what'"),
     ],
 )
 def test_a_hint_at_what_was_meant(argv: list[str], says: str, capsys: Captured) -> None:
@@ -75,4 +76,4 @@ def test_a_hint_at_what_was_meant(argv: list[str], says: str, capsys: Captured) 
     with pytest.raises(SystemExit) as raised:
         parser.parse_args(argv)
     said = capsys.readouterr().err
-    assert raised.value.code == 2 and says in said and said.startswith("usage: shoal x [options]\n")
+    assert raised.value.code == 2 and re.search(says, said) and said.startswith("usage: shoal x [options]\n")

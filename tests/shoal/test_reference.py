@@ -83,7 +83,7 @@ def test_a_stale_page_is_noticed(
     monkeypatch.setattr(reference, "PAGE", tmp_path / "REFERENCE.md")
     monkeypatch.setattr(reference, "environment", dict)
     assert reference.main(["--check"]) == 1
-    assert "run python -m shoal.reference" in capsys.readouterr().err
+    assert "python -m shoal.reference" in capsys.readouterr().err
     assert reference.main([]) == 0
     assert reference.main(["--check"]) == 0
     reference.PAGE.write_text(reference.PAGE.read_text() + "by hand\n")
@@ -99,10 +99,10 @@ def test_a_variable_without_a_meaning_is_noticed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(reference, "ENVIRONMENT", {"SHOAL_CACHE": "a folder"})
     assert reference.environment() == {"SHOAL_CACHE": "a folder"}
     file.write_text('import os\ny = os.environ["SHOAL_CACHE"] or os.getenv("SHOAL_NEW")\n')
-    with pytest.raises(Unexplained, match="what SHOAL_NEW is for"):
+    with pytest.raises(Unexplained, match="SHOAL_NEW"):
         reference.environment()
     file.write_text("")
-    with pytest.raises(Unexplained, match="nothing reads SHOAL_CACHE"):
+    with pytest.raises(Unexplained, match="SHOAL_CACHE"):
         reference.environment()
 
 

@@ -51,7 +51,7 @@ def test_tables_hold_what_plans_said():
 
 def test_a_chunk_outside_its_pages_is_an_error():
     tables = PageTable(4, 3, 4)
-    with pytest.raises(ValueError, match="slot 2: a chunk to position 9 does not fit 2 pages of 4 tokens"):
+    with pytest.raises(ValueError, match=r"slot 2: .*\b9\b.*\b2 pages of 4\b"):
         tables.update(Plan.from_chunks(1, [Chunk(1, 0, [1], 0, [7], 1), Chunk(2, 7, [1, 2], 0, [5, 6], 1)]))
-    with pytest.raises(ValueError, match="slot 1: 4 pages do not fit a table of 3"):
+    with pytest.raises(ValueError, match=r"slot 1: 4 pages .*\b3\b"):
         tables.update(Plan.from_chunks(2, [Chunk(1, 0, [1], 0, [7, 8, 9, 10], 1)]))

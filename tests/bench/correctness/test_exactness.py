@@ -44,7 +44,7 @@ def test_a_tiny_model_in_two_stages_is_exact(
     asked = ["--models", "tiny", "--pp", "2,3", "--schedules", "uniform,offline", "--drafts", "0.8,0.5"]
     assert exactness.main(["--device", "cpu", *asked, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "WRONG" not in said and "tiny cannot be shared out to 3 stages of 1 ranks" in said
+    assert "WRONG" not in said and "3 stages of 1 ranks" in said
     assert "chunks of 7, uniform" in said and "chunks of 7, offline" in said
     found = json.loads((tmp_path / "cpu.exact.pp2-3.drafts.json").read_text())
     assert found["tiny.tp1pp2"]["float32"]["chunks of 7, offline"]["accepted_drafts"] > 0
@@ -57,7 +57,8 @@ def test_cases_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert [case.name for case in chosen] == ["preempted", "chunks of 64"]
     with pytest.raises(SystemExit):
         exactness.parser().parse_args(["--cases", "preempted,chunks of 65"])
-    assert "no case chunks of 65: there are whole, preempted" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "chunks of 65: " in said and "whole, preempted" in said
 
 
 @pytest.mark.bench

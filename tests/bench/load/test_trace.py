@@ -76,7 +76,7 @@ def test_shrinking_keeps_blocks_in_line() -> None:
     rows = [TraceRequest(1300, 20, 0.0, (0, 1, 2), 512), TraceRequest(512, 7, 2.0, (0,), 512)]
     assert trace.shrink(rows, 16) == [TraceRequest(82, 2, 0.0, (0, 1, 2), 32), TraceRequest(32, 1, 2.0, (0,), 32)]
     assert trace.shrink(rows, 16, max_prompt=33)[0] == TraceRequest(33, 2, 0.0, (0, 1), 32)
-    with pytest.raises(ValueError, match="512 tokens does not divide by 3"):
+    with pytest.raises(ValueError, match=r"\b512 tokens\b.*\b3\b"):
         trace.shrink(rows, 3)
     with pytest.raises(ValueError, match="at least 1"):
         trace.shrink(rows, 0)

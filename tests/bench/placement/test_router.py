@@ -243,7 +243,7 @@ def test_one_failure_fails_the_run(fake: Any, monkeypatch: pytest.MonkeyPatch) -
     fake.faults[12] = "overloaded"  # after a probe and 8 requests to warm up, and another probe
     args = options("--replicas", "2", "--quiet", "--requests", "5")
     sessions = [session.__class__(session.turns, 0.0) for session in router.workload(args).sessions]
-    with pytest.raises(ServerFailed, match=r"1 of 5 requests failed: http_429 \(too many requests\)"):
+    with pytest.raises(ServerFailed, match=r"\b1 of 5 .*http_429 \(too many requests\)"):
         asyncio.run(router.load(fake.url, sessions, args))
 
 
@@ -251,7 +251,7 @@ def test_one_failure_fails_the_run(fake: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_server_that_does_not_start_says_why() -> None:
-    with pytest.raises(ServerFailed, match="no option '--nonsense'"), server_process.server(["--nonsense", "1"]):
+    with pytest.raises(ServerFailed, match="'--nonsense'"), server_process.server(["--nonsense", "1"]):
         pytest.fail("it cannot be ready")
 
 

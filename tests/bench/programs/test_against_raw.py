@@ -35,7 +35,7 @@ def test_figures_are_rates_divided_by_each_other() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "says"),
-    [(["--workloads", "mmlu"], "no workload 'mmlu'"), (["--forms", "raw,serial"], "language and raw are needed")],
+    [(["--workloads", "mmlu"], "'mmlu'"), (["--forms", "raw,serial"], "language and raw")],
 )
 def test_what_there_is_not(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

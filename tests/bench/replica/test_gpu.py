@@ -50,7 +50,7 @@ def test_every_workload_gives_its_figure(
     )
     assert found["settings"]["token_budget"] == 2048 and found["start"]["kv_tokens"] == 16384
     assert "cpu.tiny.bs1_x0.004.decode_tok_s" in capsys.readouterr().out
-    assert "Running on the CPU in float32" in caplog.text, "as the ranks of other processes say it"
+    assert "CPU in float32" in caplog.text, "as the ranks of other processes say it"
 
 
 @pytest.mark.bench
@@ -87,7 +87,7 @@ def test_under_pressure_every_request_gets_all_its_tokens_and_the_same(
     assert figures["cpu.tiny.pressure_x0.02.same"] == 1
     assert 0 <= figures["cpu.tiny.pressure_x0.02.recomputed"] < 0.5
     assert figures["cpu.tiny.pressure_x0.02.output_tok_s"] > 0
-    assert "100.0% of outputs as without pressure" in capsys.readouterr().out
+    assert "100.0% of outputs" in capsys.readouterr().out
 
 
 @pytest.mark.bench
@@ -116,7 +116,7 @@ def test_a_request_that_fails_or_is_short_is_no_measurement(tmp_path: Path) -> N
     ) as engine:
         with pytest.raises(RuntimeError, match="a request failed"):
             replica.generate(engine, ([[20_000]], [4]))
-        with pytest.raises(RuntimeError, match="511 tokens came out where 900"):
+        with pytest.raises(RuntimeError, match=r"\b511 tokens .*\b900\b"):
             replica.generate(engine, ([[1]], [900]))
 
 

@@ -8,8 +8,7 @@ import torch
 
 from kernels.attention import flashinfer_backend, shared_prefix
 from kernels.attention.interface import AttentionShape, SharedPrefixes
-from tests.kernels.attention.test_interface import MIXED, random_batch, random_sinks
-from tests.kernels.attention.test_split_kv_plan import GROUPS, grouped, with_chunk
+from tests.kernels.attention.batches import GROUPS, MIXED, grouped, random_batch, random_sinks, with_chunk
 from tests.kernels.reference import ReferenceAttention
 
 SHAPES = [

@@ -11,7 +11,7 @@ import torch
 
 from kernels.attention import flashinfer_backend
 from kernels.attention.interface import AttentionShape
-from tests.kernels.attention.test_interface import MIXED, random_batch, random_sinks
+from tests.kernels.attention.batches import MIXED, random_batch, random_sinks
 from tests.kernels.reference import ReferenceAttention
 
 pytest.importorskip("triton")

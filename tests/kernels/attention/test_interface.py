@@ -9,34 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.cpu.numba_backend import NumbaAttention
-from kernels.attention.interface import AttentionBackend, AttentionBatch, AttentionShape
+from kernels.attention.interface import AttentionBackend, AttentionShape
 from kernels.attention.torch_backend import TorchAttention
+from tests.kernels.attention.batches import MIXED, random_batch, random_sinks
 from tests.kernels.reference import ReferenceAttention
 
 Backend = Callable[[torch.Tensor, AttentionShape, torch.Tensor | None], AttentionBackend]
 BACKENDS = [TorchAttention, NumbaAttention]
-
-
-def random_batch(generator: np.random.Generator, chunks: list[tuple[int, int]], page_size: int) -> AttentionBatch:
-    """Chunks as (start, length), in shuffled rows and pages; unused entries of the tables point nowhere."""
-    ends = [start + length for start, length in chunks]
-    pages_of = [-(-end // page_size) for end in ends]
-    rows = generator.permutation(len(chunks) + 2)[: len(chunks)].astype(np.int32)
-    tables = np.full((len(chunks) + 2, max(pages_of) + 1), 1 << 30, dtype=np.int32)
-    pages = iter(generator.permutation(sum(pages_of)))
-    for row, count in zip(rows, pages_of, strict=True):
-        tables[row, :count] = [next(pages) for _ in range(count)]
-    starts, lengths = np.array(chunks, dtype=np.int32).T
-    return AttentionBatch(tables, rows, starts.copy(), lengths.copy())
-
-
-def random_sinks(shape: AttentionShape) -> torch.Tensor | None:
-    """Sinks of all layers, some far above and far below all scores; None for a shape without."""
-    if not shape.has_sinks:
-        return None
-    sinks = 2 * torch.randn(len(shape.windows), shape.num_heads)
-    sinks[0, 0], sinks[-1, -1] = 300.0, -300.0
-    return sinks
 
 
 def compare(
@@ -64,9 +43,6 @@ def compare(
         assert got.shape == q.shape and got.dtype == dtype and got.is_contiguous()
         torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
     assert torch.equal(own, reference)
-
-
-MIXED = [(0, 1), (0, 5), (200, 60), (17, 1), (300, 1), (40, 30), (0, 33), (131, 7), (3, 1), (127, 8), (128, 2)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,11 +13,10 @@ pytest.importorskip("triton")
 from kernels.attention import latent_flashinfer
 from kernels.attention.interface import AttentionShape, LatentHeads
 from kernels.attention.latent_flashinfer import FlashInferLatentAttention, has_kernel
-from tests.kernels.attention.test_interface import MIXED, random_batch
-from tests.kernels.attention.test_latent import LAYERS, Definition, latent_shape, random_weights
+from tests.kernels.attention.batches import MIXED, random_batch
+from tests.kernels.attention.latents import LAYERS, Definition, latent_shape, random_weights
+from tests.kernels.device import DEVICE, ON_GPU
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE, TOLERANCE = (torch.bfloat16, 0.03) if ON_GPU else (torch.float32, 1e-5)
 LITE, FLASH = LatentHeads(512, 128, 64, 128), LatentHeads(512, 192, 64, 256)  # of DeepSeek-V2-Lite, of GLM-4.7-Flash
 SINGLES = [chunk for chunk in MIXED if chunk[1] == 1]

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from kernels.attention.interface import AttentionBatch, AttentionShape
-from tests.kernels.attention.test_interface import random_sinks
-from tests.kernels.attention.test_split_kv_plan import DEVICE, ON_GPU, TOLERANCES
-from tests.kernels.attention.test_stream_k_decode import DTYPE, decodes
-from tests.kernels.reference import ReferenceAttention
+from tests.kernels.attention.batches import decodes, random_sinks
+from tests.kernels.device import DEVICE, DTYPE, ON_GPU
+from tests.kernels.reference import TOLERANCES, ReferenceAttention
 
 pytest.importorskip("triton")
 

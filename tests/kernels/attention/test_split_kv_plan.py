@@ -4,54 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.attention.interface import AttentionBatch, AttentionShape, SharedPrefixes
+from kernels.attention.interface import AttentionShape, SharedPrefixes
+from tests.kernels.attention.batches import all_shared, grouped, with_chunk
 
 pytest.importorskip("triton")
 
 from kernels.attention.triton_backend import TritonAttention
-
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-# Tokens that a group shares, and what each of its sequences has of its own.
-GROUPS = [(48, [1, 3, 20]), (16, [5, 16]), (80, [2, 1, 4, 7, 9, 30, 2, 2, 33]), (0, [1, 40])]
-
-
-def grouped(groups: list[tuple[int, list[int]]], page_size: int) -> tuple[AttentionBatch, int]:
-    """A batch of decodes in shuffled order, rows and pages, and how many pages it has."""
-    generator = np.random.default_rng(7)
-    counts = [(shared // page_size, -(-own // page_size)) for shared, owns in groups for own in owns]
-    num_pages = sum(shared // page_size for shared, _ in groups) + sum(own for _, own in counts)
-    free = iter(generator.permutation(num_pages).astype(np.int32))
-    n = len(counts)
-    rows = generator.permutation(n + 1)[:n].astype(np.int32)
-    tables = np.full((n + 1, max(map(sum, counts)) + 2), 1 << 30, dtype=np.int32)
-    starts, chunk = np.zeros(n, dtype=np.int32), 0
-    for shared, owns in groups:
-        prefix = [next(free) for _ in range(shared // page_size)]
-        for own in owns:
-            pages = prefix + [next(free) for _ in range(-(-own // page_size))]
-            tables[rows[chunk], : len(pages)] = pages
-            starts[chunk] = len(prefix) * page_size + own - 1
-            chunk += 1
-    order = generator.permutation(n)
-    return AttentionBatch(tables, rows[order], starts[order], np.ones(n, dtype=np.int32)), num_pages
-
-
-def all_shared(batch: AttentionBatch, page_size: int) -> SharedPrefixes:
-    """Of a batch each of whose sequences begins as others do, and has one token more."""
-    first_pages = batch.tables[batch.rows, 0]
-    members = np.argsort(first_pages, kind="stable").astype(np.int32)
-    ends = np.append(np.flatnonzero(np.diff(first_pages[members], prepend=-1)), len(members)).astype(np.int32)
-    return SharedPrefixes(members, ends, batch.starts[members[ends[:-1]]] // page_size)
-
-
-def with_chunk(batch: AttentionBatch) -> AttentionBatch:
-    """The first sequence is a chunk instead, of its whole context."""
-    order = np.roll(np.arange(len(batch.rows)), -1)
-    starts, lengths = batch.starts[order], batch.lengths[order]
-    starts[-1], lengths[-1] = 0, starts[-1] + 1
-    return AttentionBatch(batch.tables, batch.rows[order], starts, lengths)
 
 
 @pytest.mark.parametrize("seed", range(10))

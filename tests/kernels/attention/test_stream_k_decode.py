@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from kernels.attention.interface import AttentionBatch, AttentionShape, SharedPrefixes
-from tests.kernels.attention.test_split_kv_plan import DEVICE, GROUPS, ON_GPU, TOLERANCES, all_shared, grouped
-from tests.kernels.reference import ReferenceAttention
+from tests.kernels.attention.batches import GROUPS, all_shared, decodes, grouped
+from tests.kernels.device import DEVICE, DTYPE
+from tests.kernels.reference import TOLERANCES, ReferenceAttention
 
 pytest.importorskip("triton")
 
@@ -17,19 +18,7 @@ from kernels.host_device import all_to_device
 
 PLAIN = AttentionShape(4, 2, 64, 0.125, (None,))
 pytestmark = pytest.mark.slow
-DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 OWN, SHARED = stream_k_decode._OWN, stream_k_decode._SHARED
-
-
-def decodes(contexts: list[int], page_size: int) -> tuple[AttentionBatch, int]:
-    """A batch of single tokens, and how many pages it has, all in any order."""
-    counts = [-(-context // page_size) for context in contexts]
-    free = iter(np.random.default_rng(5).permutation(sum(counts)).astype(np.int32))
-    tables = np.full((len(contexts), max(counts)), 1 << 30, dtype=np.int32)
-    for row, count in enumerate(counts):
-        tables[row, :count] = [next(free) for _ in range(count)]
-    starts = np.array(contexts, dtype=np.int32) - 1
-    return AttentionBatch(tables, np.arange(len(contexts), dtype=np.int32), starts, np.ones_like(starts)), sum(counts)
 
 
 def check(

@@ -6,9 +6,9 @@ import torch
 
 from kernels.attention import shared_prefix
 from kernels.attention.interface import AttentionBatch, AttentionShape, SharedPrefixes
-from tests.kernels.attention.test_interface import MIXED, random_batch, random_sinks
-from tests.kernels.attention.test_split_kv_plan import DEVICE, GROUPS, ON_GPU, TOLERANCES, grouped, with_chunk
-from tests.kernels.reference import ReferenceAttention
+from tests.kernels.attention.batches import GROUPS, MIXED, grouped, random_batch, random_sinks, with_chunk
+from tests.kernels.device import DEVICE, ON_GPU
+from tests.kernels.reference import TOLERANCES, ReferenceAttention
 
 pytest.importorskip("triton")
 

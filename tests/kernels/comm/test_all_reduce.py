@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from tests.kernels.device import DEVICE
+
 pytest.importorskip("triton")
 
 from kernels.comm import all_reduce
@@ -19,7 +21,6 @@ from kernels.ops.norm import add_rms_norm
 from worker.parallel.custom_all_reduce import find
 from worker.parallel.rendezvous import Rendezvous
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PARTS = ((1, 64), (7, 48), (11, 16))
 EPS = 1e-5
 ENDS_S = 120

@@ -10,13 +10,12 @@ from kernels.experts.weights import ExpertWeights
 from kernels.linear.fp8_linear import Fp8Weight, by_column, quantize, quantize_groups
 from kernels.ops.activation import ClampedSwiGLU, gelu_tanh, gelu_tanh_and_mul, relu2, silu_and_mul
 from kernels.ops.norm import rms_norm
+from tests.kernels.device import DEVICE
 
 pytest.importorskip("triton")
 
 from kernels.experts import few_tokens, grouped, routing_kernel
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 HIDDEN, SIZE, COUNT = 40, 24, 6
 TILES = ExpertTiles(16, ProductTile(16, 16, 4, 2), ProductTile(32, 32, 4, 2))
 ALONE = ExpertTiles(EACH_PAIR, ProductTile(4, 32, 4, 1), ProductTile(8, 16, 4, 1))

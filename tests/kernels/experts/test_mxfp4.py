@@ -14,6 +14,7 @@ from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile, default_t
 from kernels.experts.weights import ExpertWeights
 from kernels.ops.activation import ClampedSwiGLU
 from kernels.ops.norm import rms_norm
+from tests.kernels.device import DEVICE
 
 pytest.importorskip("triton")
 
@@ -22,7 +23,6 @@ import triton.language as tl
 
 from kernels.experts import grouped, mxfp4_few_tokens
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNT, HIDDEN, SIZE = 5, 160, 96  # two chunks of columns, the last of them not full, and one
 GROUPED = ExpertTiles(16, ProductTile(32, 128, 4, 2), ProductTile(64, 128, 4, 2))
 ALONE = ExpertTiles(EACH_PAIR, ProductTile(16, 128, 2, 2), ProductTile(16, 128, 2, 3))

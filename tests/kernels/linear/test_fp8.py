@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.kernels.device import DEVICE, ON_GPU
+
 pytest.importorskip("triton")
 
 from kernels.linear import fp8_quantize
@@ -17,9 +19,6 @@ from kernels.linear.fp8_linear import (
     quantize_groups,
 )
 from kernels.linear.gemv import gated_gemv, gemv
-
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 
 def random(*shape: int) -> torch.Tensor:

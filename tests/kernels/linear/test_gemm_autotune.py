@@ -13,7 +13,6 @@ from kernels.linear.cublaslt import Algorithm, CublasLt, GemmProblem, Product
 from kernels.linear.gemm_autotune import LIMIT_S, Call, Epilogue, Times, TuneResult, autotune, gpu_times
 from kernels.linear.linear import Linear
 
-ON_GPU = torch.cuda.is_available()
 OUT_SIZE, IN_SIZE = 48, 32
 FASTEST, FAST, REFUSED, WRONG = b"fastest", b"fast", b"refused", b"wrong"
 # Microseconds, where PyTorch's own take 100.

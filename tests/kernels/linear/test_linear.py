@@ -5,9 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.linear.linear import Linear
-
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+from tests.kernels.device import DEVICE, ON_GPU
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.device import DEVICE, ON_GPU
+
 pytest.importorskip("triton")
 
 from kernels.ops.argmax import greedy_argmax, greedy_argmax_into
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SIZES = [(1, 5000), (3, 97), (7, 2048), (40, 4099), *([(1, 151_936), (256, 128_256)] if ON_GPU else [])]
 
 

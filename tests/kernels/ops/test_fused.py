@@ -7,28 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from kernels.ops.rotary import Rope, rotate
+from tests.kernels.device import DEVICE
+from tests.kernels.ops.comparison import TOLERANCES, close, random
 
 pytest.importorskip("triton")
 
 from kernels.linear import gemv as gemv_module
 from kernels.linear.gemv import gated_gemv, gemv
 from kernels.ops import fused
-
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-# The interpreter has no bfloat16.
-TOLERANCES = [(torch.float32, 2e-6), (torch.float16, 2e-3), *([(torch.bfloat16, 8e-3)] if ON_GPU else [])]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
-
-
-def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
-    """Within `tolerance` of the whole, as rounding is."""
-    error = (got.double() - wanted).norm() / wanted.norm()
-    assert error < tolerance, float(error)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)

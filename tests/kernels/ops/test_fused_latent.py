@@ -10,7 +10,8 @@ from kernels.ops.rotary import Rope, rotate
 pytest.importorskip("triton")
 
 from kernels.ops.fused_latent import rotate_and_store
-from tests.kernels.ops.test_fused import DEVICE, TOLERANCES, close, random
+from tests.kernels.device import DEVICE
+from tests.kernels.ops.comparison import TOLERANCES, close, random
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)

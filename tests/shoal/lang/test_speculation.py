@@ -211,7 +211,7 @@ def test_where_calls_cost_no_text_nothing_is_over_generated():
 
 
 def test_the_number_of_tokens_is_checked(endpoint):
-    with pytest.raises(ValueError, match="num_api_spec_tokens is 0"):
+    with pytest.raises(ValueError, match="num_api_spec_tokens"):
         completions(endpoint).speculating(0)
 
 
@@ -250,7 +250,7 @@ def test_an_answer_without_the_program_s_text_is_an_error():
         state = talk.run_batch([{}], backend=chat(endpoint), temperature=0)[0]
         assert state["name"] == " Ada"
         error = str(state.error())
-        assert re.search(r"test_speculation.py:\d+.*text is 'Year:', and the answer's 'Born: 1815'", error), error
+        assert re.search(r"test_speculation.py:\d+.*'Year:'.*'Born: 1815'", error), error
         with pytest.raises(shoal.ProgramError):
             state["year"]
         assert len(endpoint.requests) == TRIES
@@ -283,7 +283,7 @@ def test_a_message_that_is_always_cut_off_is_an_error():
         s += shoal.user("Who?") + shoal.assistant("word " * 40 + shoal.gen("name", max_tokens=8))
 
     with ScriptedEndpoint(script({CHAT: "word " * 50})) as endpoint:
-        with pytest.raises(shoal.ProgramError, match="cut off after 32 tokens"):
+        with pytest.raises(shoal.ProgramError, match="32 tokens"):
             long.run(backend=chat(endpoint), temperature=0)
         assert [body["max_tokens"] for body in endpoint.bodies] == [8, 16, 32]
 
@@ -295,7 +295,7 @@ def test_a_length_that_is_not_certain_is_an_error_where_no_call_can_decide(endpo
     def short(s):
         s += shoal.user("Who?") + shoal.assistant("Name:" + shoal.gen("name", stop="\n", max_tokens=4))
 
-    with pytest.raises(shoal.ProgramError, match="max_tokens of 4 is not told: give it 32"):
+    with pytest.raises(shoal.ProgramError, match=r"max_tokens of 4\b.*\b32\b"):
         short.run(backend=chat(endpoint), temperature=0)
 
 
@@ -317,7 +317,7 @@ def test_a_constraint_cannot_stand_in_the_middle_of_a_message(endpoint):
     def constrained(s):
         s += shoal.user("Who?") + shoal.assistant("Name:" + shoal.gen("name", presence_penalty=0.5))
 
-    with pytest.raises(shoal.ProgramError, match="gen with presence_penalty must come first"):
+    with pytest.raises(shoal.ProgramError, match="presence_penalty must come first"):
         constrained.run(backend=chat(endpoint))
 
 
@@ -405,7 +405,7 @@ def test_a_message_is_looked_at_when_enough_of_it_has_come():
 def test_a_failed_call_is_the_program_s_error(endpoint):
     for stream in (False, True):
         endpoint.failures += [(404, {})]
-        with pytest.raises(shoal.ProgramError, match="answers 404"):
+        with pytest.raises(shoal.ProgramError, match="404"):
             speculated.run(backend=completions(endpoint), stream=stream)["name"]
 
 

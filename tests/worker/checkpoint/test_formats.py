@@ -222,7 +222,7 @@ def test_ranks_that_would_cut_groups_are_refused(name: str, tmp_path: Path) -> N
     """A quarter of 448 columns ends within a group of 32."""
     quantizer, said, _ = FORMATS[name]
     folder, plain = write(tmp_path, "llama", quantizer, said, intermediate_size=448)
-    with pytest.raises(ValueError, match=r"down_proj.*this number of ranks would cut.*another tp, or set dequantize"):
+    with pytest.raises(ValueError, match=r"down_proj.*\btp\b.*dequantize"):
         load(folder, 1, 4)
     compare(load(folder, 1, 4, dequantize=True), load(plain, 1, 4), torch.Tensor)
 
@@ -327,7 +327,7 @@ def test_the_format_of_modelopt_in_a_file_of_its_own(written: Written, tmp_path:
     got, wanted = load(tmp_path), load(plain)
     assert all(torch.equal(dense(got[key]), dense(weight)) for key, weight in wanted.items())
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": []}')
-    with pytest.raises(ValueError, match=r"hf_quant_config\.json is not as Model Optimizer writes it"):
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json"):
         read_config(tmp_path)
 
 
@@ -338,14 +338,14 @@ BYTES = torch.ones(8, 8, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("tensors", "said", "complaint"),
     [
-        ({"a.weight": E4M3}, BLOCKS, r"no scales for a\.weight.*a\.weight_scale"),
+        ({"a.weight": E4M3}, BLOCKS, r"a\.weight\b.*a\.weight_scale"),
         (
             {"a.weight": E4M3, "a.weight_scale": torch.ones(3)},
             FP8,
-            r"weight_scale has shape \(3,\).*each row of a\.weight",
+            r"weight_scale .*\(3,\).*a\.weight",
         ),
-        ({"a.weight": E4M3, "a.weight_scale_inv": torch.ones(2, 1)}, BLOCKS, r"\(2, 1\).*blocks of 128 by 128"),
-        ({"a.weight": torch.ones(8, 8).to(torch.float8_e5m2), "a.weight_scale": torch.ones(1)}, FP8, "is F8_E5M2"),
+        ({"a.weight": E4M3, "a.weight_scale_inv": torch.ones(2, 1)}, BLOCKS, r"\(2, 1\).*128 by 128"),
+        ({"a.weight": torch.ones(8, 8).to(torch.float8_e5m2), "a.weight_scale": torch.ones(1)}, FP8, "F8_E5M2"),
         ({"a.qweight": torch.ones(1, 8).int(), "a.scales": torch.ones(1, 8)}, GPTQ, r"a\.qweight, and no a\.qzeros"),
         (
             {"a.qweight": torch.ones(8, 1).int(), "a.qzeros": torch.ones(1, 1).int()},
@@ -355,7 +355,7 @@ BYTES = torch.ones(8, 8, dtype=torch.uint8)
         (
             {"a.qweight": torch.ones(1, 8).int(), "a.qzeros": torch.ones(2, 1).int(), "a.scales": torch.ones(2, 8)},
             GPTQ,
-            r"a\.scales has 2 groups: a\.weight has 8 columns in groups of 64, which makes 1",
+            r"a\.scales .*\b2 groups: a\.weight .*\b64\b.*\b1$",
         ),
         ({"a.weight": BYTES}, MODELOPT, r"a quantized a, and no a\.weight_scale"),
         ({"a.weight": BYTES, "a.weight_scale": torch.ones(8, 1), "a.weight_scale_2": torch.ones(1)}, MODELOPT, "NVFP4"),
@@ -395,14 +395,14 @@ def test_files_that_lack_something(
         ),
         (
             compressed("pack-quantized", **INT4) | {"transform_config": {"config_groups": {"R1": {}}}},
-            r"compressed-tensors, with rotated activations \(transform_config\)",
+            r"compressed-tensors, .*\(transform_config\)",
         ),
     ],
 )
 def test_a_format_that_is_not_understood_is_refused_by_name(said: dict[str, Any], name: str, tmp_path: Path) -> None:
     config = {"model_type": "llama", "quantization_config": said}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=rf"quantized \({name}\), which is not supported: .* awq \(4 bits, gemm\)"):
+    with pytest.raises(ValueError, match=rf"\({name}\).*: .* awq \(4 bits, gemm\)"):
         decoder_config(read_config(tmp_path))
 
 

@@ -351,7 +351,7 @@ def test_memory_is_counted(folders: tuple[Path, Path], monkeypatch) -> None:
     assert own.fixed == pytest.approx(weights, rel=0.01)
     assert tokens[1] == pytest.approx(tokens[0] / 2 * (1 - weights / (1 << 22)), abs=16)
     monkeypatch.setattr("worker.executor.kv_cache.available_memory_bytes", lambda: own.fixed)
-    with pytest.raises(ValueError, match=r"a KV cache of 0 tokens next to draft_model .*draft does not hold one page"):
+    with pytest.raises(ValueError, match=r"\b0 tokens .*draft_model .*draft\b"):
         Engine(folders[0], WorkerConfig.model_validate(settings))
 
 
@@ -362,7 +362,7 @@ def test_what_cannot_draft_is_refused(folders: tuple[Path, Path], tmp_path: Path
     vocabulary["!"], vocabulary["$"] = vocabulary["$"], vocabulary["!"]
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(changed))
     settings = {"device": "cpu", "speculation": "auto", "draft_model": str(tmp_path / "other")}
-    with pytest.raises(ValueError, match=r"other has another vocabulary than .*target: 2 tokens differ, such as '!'"):
+    with pytest.raises(ValueError, match=r"other .*target: 2 tokens .*'!'"):
         Engine(folders[0], WorkerConfig.model_validate(settings))
     for changes, why in (({"pp": 2}, "pp=1, not pp=2"), ({"speculation": "off"}, "needs speculation auto")):
         with pytest.raises(ValidationError, match=why):
@@ -372,5 +372,5 @@ def test_what_cannot_draft_is_refused(folders: tuple[Path, Path], tmp_path: Path
     shutil.copy(folders[0] / "tokenizer.json", longer)
     check_draft_model(longer, folders[0])
     (longer / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"longer has a vocabulary of \d+ tokens, and .*target one of 260"):
+    with pytest.raises(ValueError, match=r"longer .*\d+ tokens.*target .*\b260\b"):
         check_draft_model(longer, folders[0])

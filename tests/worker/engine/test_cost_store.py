@@ -133,5 +133,5 @@ def test_which_schedule() -> None:
     assert WorkerConfig().schedule_name == "fixed_chunk"
     assert WorkerConfig(pp=2).schedule_name == WorkerConfig(tbt_slo=0.1).schedule_name == "uniform"
     assert WorkerConfig(pp=2, schedule="fixed_chunk").schedule_name == "fixed_chunk"
-    with pytest.raises(ValidationError, match=r"tbt_slo=0\.1 needs schedule uniform: offline keeps to no time"):
+    with pytest.raises(ValidationError, match=r"tbt_slo=0\.1 .*\buniform\b.*\boffline\b"):
         WorkerConfig(schedule="offline", tbt_slo=0.1)

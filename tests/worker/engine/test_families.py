@@ -74,7 +74,7 @@ def test_states_go_on_from_chunk_to_chunk(name: str, tiny_model: Callable[[str],
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_drafts_are_refused(name: str, tiny_model: Callable[[str], Path]) -> None:
     config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=512, speculation="auto")
-    with pytest.raises(ValueError, match=r"speculation is auto, which a \w+ model does not support"):
+    with pytest.raises(ValueError, match="speculation is auto"):
         ModelRunner(tiny_model(name), config)
 
 

@@ -263,23 +263,23 @@ def test_each_stage_has_its_layers_weights(
 
 
 def test_more_stages_than_layers(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(ValueError, match="pp=5 is more than the model's 4 layers: lower pp"):
+    with pytest.raises(ValueError, match=r"pp=5 .*\b4 layers"):
         Shard(decoder_config(read_config(tiny_model("llama"))), stages=5)
 
 
 def test_a_cut_that_does_not_fit(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(ValueError, match="stage_layers=2,3 are 5 layers: the model has 4"):
+    with pytest.raises(ValueError, match=r"stage_layers=2,3 .*\b5 layers\b.*\b4\b"):
         Shard(decoder_config(read_config(tiny_model("llama"))), stages=2, cut=(2, 3))
 
 
 def test_layers_that_share_keys_and_values_are_not_parted(tiny_model: Callable[[str], Path]) -> None:
     whole = decoder_config(read_config(tiny_model("gemma4")))
     assert [Shard(whole, stage=stage, stages=2).layers for stage in range(2)] == [range(1), range(1, 5)]
-    with pytest.raises(ValueError, match=r"stage_layers=3,2 parts layers that share .*: those from layer 1 on"):
+    with pytest.raises(ValueError, match=r"stage_layers=3,2 .*\blayer 1\b"):
         Shard(whole, stages=2, cut=(3, 2))
-    with pytest.raises(ValueError, match="pp=3 is more than the model's 2 layers that can be parted"):
+    with pytest.raises(ValueError, match=r"pp=3 .*\b2 layers"):
         Shard(whole, stages=3)
-    with pytest.raises(ValidationError, match="stage_layers=1,2,1 is of 3 stages, and pp=2"):
+    with pytest.raises(ValidationError, match=r"stage_layers=1,2,1 .*\b3 stages\b.*\bpp=2"):
         WorkerConfig(pp=2, stage_layers="1,2,1")
     with pytest.raises(ValidationError, match="stage_layers=4,0 "):
         WorkerConfig(pp=2, stage_layers="4,0")
@@ -461,6 +461,6 @@ def test_processes_and_one_that_is_killed(tiny_model: Callable[[str], Path]) -> 
         assert isinstance(engine.executor, MultiRankExecutor)
         killed = engine.executor._processes[1]
         killed.kill()
-        with pytest.raises(DeviceLost, match=r"^rank 1: its process ended with status -9$"):
+        with pytest.raises(DeviceLost, match=r"^rank 1: .* -9$"):
             said(engine)
     assert not psutil.pid_exists(killed.pid)

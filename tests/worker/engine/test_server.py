@@ -1,5 +1,6 @@
 """The server on a real socket with fake parts, spoken to as a router does."""
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -625,7 +626,7 @@ def test_a_router_of_a_far_version_is_refused_by_name(serve, caplog):
     router.until(lambda: router.loads)
     assert far.hellos == router.hellos == [Hello(PROTOCOL)]
     assert router.loads[-1].refused_routers == 1
-    assert f"refused router far at tcp://192.0.2.7:1: it speaks protocol {PROTOCOL + 2}, " in caplog.text
+    assert re.search(rf"\bfar\b.*192\.0\.2\.7:1\b.*\b{PROTOCOL + 2}\b", caplog.text)
     s.server.drain(0)
     router.until(lambda: router.farewells)
     assert router.routers == [{"near": "tcp://192.0.2.8:1"}]
@@ -714,7 +715,7 @@ def test_what_is_asked_of_the_engine_is_answered_by_its_thread_at_rest(serve):
             running.server.at_rest(lambda engine: 1 / 0)
         running.server.stop()
         running.thread.join(20)
-        with pytest.raises(RuntimeError, match="the replica has ended"):
+        with pytest.raises(RuntimeError, match="ended"):
             running.server.at_rest(lambda engine: None)
 
 

@@ -101,7 +101,7 @@ def test_a_stage_of_one_kind_of_layers(tiny_model: Callable[[str], Path]) -> Non
 
 def test_chunks_that_are_no_whole_pages_are_refused(tiny_model: Callable[[str], Path]) -> None:
     config = {"device": "cpu", "dtype": "float32", "kv_tokens": 240, "page_size": 6}
-    with pytest.raises(ValueError, match="page_size 6 does not divide the model's attention chunk, 16"):
+    with pytest.raises(ValueError, match=r"page_size 6 .*\b16\b"):
         ModelRunner(tiny_model("llama4_moe"), WorkerConfig.model_validate(config))
     one = ModelRunner(tiny_model("llama4_moe"), WorkerConfig.model_validate(config | {"context_length": 16}))
     assert one.window is None and not one.model_config.in_chunks, "no sequence leaves its first chunk"
@@ -119,7 +119,5 @@ def test_settings(tiny_model: Callable[[str], Path]) -> None:
     assert window(kv_tokens=4096) == (256, 9, False), "a quarter"
     assert window(window_kv_tokens=0) is window(context_length=9) is None
     assert window(window_kv_tokens=100) == (25, 9, False)
-    with pytest.raises(
-        ValueError, match="window_kv_tokens 35 does not hold the windows of one sequence: set at least 36"
-    ):
+    with pytest.raises(ValueError, match=r"window_kv_tokens 35 .*\b36\b"):
         window(window_kv_tokens=35)

@@ -44,7 +44,7 @@ def test_on_a_cpu_it_is_a_part_of_what_is_free(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_cache_holds_a_page_at_least() -> None:
     assert kv_cache.num_pages(33, 16) == 2
-    with pytest.raises(ValueError, match="15 tokens does not hold one page of 16"):
+    with pytest.raises(ValueError, match=r"\b15 tokens .*\b16\b"):
         kv_cache.num_pages(15, 16)
 
 
@@ -58,8 +58,8 @@ def test_context_length(configured: int | None, capacity: int, length: int) -> N
 @pytest.mark.parametrize(
     ("configured", "message"),
     [
-        (257, "257 is more than the model's own, 256"),
-        (200, "200 is more than the KV cache holds, 160 tokens: lower it"),
+        (257, r"\b257 .*\b256\b"),
+        (200, r"\b200 .*\b160 tokens"),
     ],
 )
 def test_a_context_that_is_too_long_is_refused(configured: int, message: str) -> None:

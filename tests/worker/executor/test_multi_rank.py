@@ -75,12 +75,12 @@ def test_whole_experts_on_each_rank(name: str, tiny_model: Callable[[str], Path]
 
 def test_expert_parallelism_that_has_no_experts_is_refused(tiny_model: Callable[[str], Path]) -> None:
     whole = decoder_config(read_config(tiny_model("llama")))
-    with pytest.raises(ValueError, match="enable_expert_parallel is set, and a llama model has no experts"):
+    with pytest.raises(ValueError, match=r"enable_expert_parallel .*\bllama\b"):
         Shard(whole, size=2, expert_parallel=True)
     whole = decoder_config(read_config(tiny_model("mixtral")))
-    with pytest.raises(ValueError, match="tp=6 is more than the model's"):
+    with pytest.raises(ValueError, match="tp=6 "):
         Shard(replace(whole, num_heads=8), size=6, expert_parallel=True)
-    with pytest.raises(ValueError, match="enable_expert_parallel needs tp above 1"):
+    with pytest.raises(ValueError, match=r"enable_expert_parallel .*\btp\b"):
         settings(enable_expert_parallel=True)
 
 
@@ -199,7 +199,7 @@ def plan(step: int, token: int = 5) -> Plan:
 
 def test_a_rank_that_cannot_load(pair: Callable[..., Pair], tmp_path: Path) -> None:
     one = pair(follower_folder=tmp_path)
-    with pytest.raises(RankLost, match=r"^rank 1: ValueError: .* has no readable model configuration"):
+    with pytest.raises(RankLost, match=r"^rank 1: ValueError: .*model configuration"):
         one.start()
     assert isinstance(one.ended.exception(ENDS_S), ValueError)
 
@@ -207,7 +207,7 @@ def test_a_rank_that_cannot_load(pair: Callable[..., Pair], tmp_path: Path) -> N
 def test_a_leader_that_cannot_load(pair: Callable[..., Pair], tmp_path: Path) -> None:
     one = pair()
     one._arguments = tmp_path, one._arguments[1]
-    with pytest.raises(ValueError, match="no readable model configuration"):
+    with pytest.raises(ValueError, match="model configuration"):
         one.start()
     assert "rank 0: ValueError" in str(one.ended.exception(ENDS_S))
 
@@ -327,5 +327,5 @@ def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_rank, "CONNECT_S", 0.2)
     store, address = open_store()
     del store
-    with pytest.raises(RankLost, match="the leading rank does not answer"):
+    with pytest.raises(RankLost, match="leading rank"):
         find_store(address)

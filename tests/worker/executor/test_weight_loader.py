@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from kernels.linear import any_linear
 from kernels.linear.fp8_linear import Fp8Weight, quantize
 from kernels.linear.linear import Linear
+from tests.worker.checkpoint.rank_weights import CPU, load
 from tests.worker.conftest import COMMON, together
 from worker.checkpoint import safetensors_files
 from worker.config import WorkerConfig
@@ -26,14 +27,8 @@ from worker.parallel.communicator import Communicator
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.step import Chunk, Plan
 
-CPU = torch.device("cpu")
 NAMES = ["llama_biased_tied", "llama_one_kv_head", "qwen3", "gemma3", "phi3", "qwen2_moe", "granitemoe", "gpt_oss"]
 NAMES += ["starcoder2"]
-
-
-def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "auto") -> dict[str, torch.Tensor]:
-    shard = Shard(decoder_config(read_config(folder)), rank, size)
-    return load_weights(folder, shard, CPU, torch.float32, load_format)
 
 
 def padded(part: torch.Tensor, rows: int, dim: int = 0) -> torch.Tensor:
@@ -209,12 +204,12 @@ def test_layers_after_the_last_are_left_out(tiny_model: Callable[[str], Path], t
     assert load(tmp_path).keys() == load(folder).keys()
     tensors["model.layers.5.eh_proj.weight"] = tensors.pop("model.layers.4.eh_proj.weight")
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"does not: model\.layers\.5\.eh_proj"):
+    with pytest.raises(ValueError, match=r": model\.layers\.5\.eh_proj"):
         load(tmp_path)
 
 
 def test_what_is_not_supported_with_experts_is_refused(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(ValueError, match="quantization fp8 does not support models with experts"):
+    with pytest.raises(ValueError, match=r"quantization fp8 .*experts"):
         in_8_bits(tiny_model("mixtral"))
 
 
@@ -244,12 +239,12 @@ def test_random_tensors_differ(bare: Path) -> None:
     [
         (
             lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
-            "lacks 1 of 39 tensors: model.layers.1.mlp.up",
+            r"\b1 of 39 tensors: model\.layers\.1\.mlp\.up",
         ),
-        (lambda tensors: tensors.update(extra=torch.ones(1)), "has a tensor that a llama model does not: extra"),
+        (lambda tensors: tensors.update(extra=torch.ones(1)), "llama .*: extra"),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}),
-            r"model.norm.weight has shape \(5,\), but its configuration says \(48,\)",
+            r"model\.norm\.weight .*\(5,\).*\(48,\)",
         ),
     ],
 )
@@ -355,9 +350,9 @@ def test_a_model_in_8_bits(name: str, tiny_model: Callable[[str], Path], monkeyp
 def test_gpus_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(ValueError, match=r"compute capability 8\.9 on; this one has 8\.0"):
+    with pytest.raises(ValueError, match=r"\b8\.9\b.*\b8\.0\b"):
         resolve_device(WorkerConfig(quantization="fp8"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert resolve_device(WorkerConfig(quantization="fp8"))[1] == torch.bfloat16
-    with pytest.raises(ValueError, match="set dtype to bfloat16"):
+    with pytest.raises(ValueError, match="dtype to bfloat16"):
         resolve_device(WorkerConfig(quantization="fp8", dtype="float32"))

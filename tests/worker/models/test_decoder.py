@@ -131,7 +131,7 @@ def test_families_that_are_llamas(model_type: str) -> None:
 
 
 def test_other_architecture_lists_what_is_supported() -> None:
-    with pytest.raises(ValueError, match=r"'bloom' is not supported; these are: llama, mistral"):
+    with pytest.raises(ValueError, match=r"'bloom' .*: llama, mistral"):
         decoder_config(BloomConfig())
 
 
@@ -147,7 +147,7 @@ def test_other_architecture_lists_what_is_supported() -> None:
                     "rope_theta": 1e4,
                 }
             },
-            "rope type 'axial' is not supported; these are: default",
+            "rope type 'axial' .*: default",
         ),
     ],
 )
@@ -159,7 +159,7 @@ def test_unsupported_variants(changes: dict, message: str) -> None:
 def test_a_kind_of_layers_without_a_rotation(tiny_model: Callable[[str], Path]) -> None:
     config = AutoConfig.from_pretrained(tiny_model("laguna_moe"))
     del config.rope_parameters["sliding_attention"]
-    with pytest.raises(ValueError, match="lack rope_theta for sliding_attention"):
+    with pytest.raises(ValueError, match=r"rope_theta .*sliding_attention"):
         decoder_config(config)
 
 
@@ -167,7 +167,7 @@ def test_a_kind_of_layers_without_a_rotation(tiny_model: Callable[[str], Path]) 
     "changes", [{"mamba_proj_bias": True}, {"time_step_limit": (0.0, 0.1)}, {"hidden_act": "gelu"}]
 )
 def test_unsupported_variants_of_mamba2(changes: dict) -> None:
-    with pytest.raises(ValueError, match=r"bamba models with (mamba_proj_bias|time_step_limit|activation) .*not supp"):
+    with pytest.raises(ValueError, match=r"bamba .*\b(mamba_proj_bias|time_step_limit|activation)\b"):
         decoder_config(BambaConfig(**changes))
 
 
@@ -206,7 +206,7 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
         ("cohere", {"use_qk_norm": True}, "use_qk_norm True"),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block False"),
         ("laguna", {"gating": "other"}, "gating 'other'"),
-        ("laguna", {"num_attention_heads_per_layer": [8, *[4] * 39]}, "whose layers of one kind .*"),
+        ("laguna", {"num_attention_heads_per_layer": [8, *[4] * 39]}, "layers of one kind"),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_rms_norm True"),
         ("falcon_h1", {"projectors_bias": True}, "projectors_bias True"),
     ],
@@ -214,7 +214,7 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
 def test_fields_that_would_be_computed_wrongly(model_type: str, changes: dict, message: str) -> None:
     """Most of them `transformers` ignores."""
     config = AutoConfig.for_model(model_type, **changes)
-    with pytest.raises(ValueError, match=f"{model_type} models (with )?{message} are not supported"):
+    with pytest.raises(ValueError, match=f"{model_type} .*{message}"):
         decoder_config(config)
 
 
@@ -256,15 +256,15 @@ def test_a_text_part_without_a_configuration_of_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_variants_of_nemotron_h(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"{message}.* not supported"):
+    with pytest.raises(ValueError, match=message):
         decoder_config(NemotronHConfig(**({"hybrid_override_pattern": "M-*-"} | changes)))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Lfm2Config(conv_L_cache=1, full_attn_idxs=[2]), "lfm2 models with conv_L_cache 1 are not supported"),
-        (Lfm2MoeConfig(), "lfm2_moe models without layer_types are not supported"),
+        (Lfm2Config(conv_L_cache=1, full_attn_idxs=[2]), "lfm2 .*conv_L_cache 1"),
+        (Lfm2MoeConfig(), "lfm2_moe .*layer_types"),
     ],
 )
 def test_unsupported_variants_of_short_convolutions(config: Lfm2Config | Lfm2MoeConfig, message: str) -> None:
@@ -331,10 +331,10 @@ def test_a_configuration_that_cannot_be_kept(
 
 def test_a_configuration_that_contradicts_itself(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 48, "num_attention_heads": 9}')
-    with pytest.raises(ValueError, match=r"no readable model configuration: (.|\n)*not a multiple of the number of"):
+    with pytest.raises(ValueError, match=r"model configuration: (.|\n)*\b48\b(.|\n)*\b9\b"):
         read_config(tmp_path)
 
 
 def test_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no readable model configuration"):
+    with pytest.raises(ValueError, match="model configuration"):
         read_config(tmp_path)

@@ -53,10 +53,10 @@ def test_yarn_multiplies_scores(lite: DecoderConfig) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("deepseek_v2_moe", {"norm_topk_prob": True}, "deepseek_v2 models with norm_topk_prob are not supported"),
-        ("deepseek_v2_moe", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' are not supported"),
-        ("deepseek_v3_moe", {"attention_bias": True}, "deepseek_v3 models with attention_bias are not supported"),
-        ("youtu", {"v_head_dim": 21}, "youtu models whose values have more elements than queries are not supported"),
+        ("deepseek_v2_moe", {"norm_topk_prob": True}, "deepseek_v2 .*norm_topk_prob"),
+        ("deepseek_v2_moe", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("deepseek_v3_moe", {"attention_bias": True}, "deepseek_v3 .*attention_bias"),
+        ("youtu", {"v_head_dim": 21}, "youtu .*values"),
     ],
 )
 def test_variants_that_are_refused(name: str, changes: dict[str, Any], message: str) -> None:

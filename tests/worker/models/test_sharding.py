@@ -123,5 +123,5 @@ def test_one_rank_has_the_model_as_it_is() -> None:
 
 
 def test_more_ranks_than_heads() -> None:
-    with pytest.raises(ValueError, match="tp=4 is more than the model's 3 attention heads"):
+    with pytest.raises(ValueError, match=r"tp=4 .*\b3 attention heads"):
         Shard(make(3, 1), 0, 4)

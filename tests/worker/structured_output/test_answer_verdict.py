@@ -64,7 +64,8 @@ def test_markers_that_are_single_tokens_are_read_as_text() -> None:
 def test_formats_are_judged_if_the_grammar_does_not_enforce_them() -> None:
     schema = {"format": "ipv4"}
     assert verdict(schema, '"x"').violation is None
-    assert verdict(schema, '"x"', with_formats=True).violation == "at #: 'x' is not a 'ipv4'"
+    violation = verdict(schema, '"x"', with_formats=True).violation
+    assert violation is not None and violation.startswith("at #: 'x' ") and "'ipv4'" in violation
 
 
 def test_older_drafts_are_followed() -> None:

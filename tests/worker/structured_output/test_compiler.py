@@ -98,7 +98,7 @@ def test_who_waits_too_long_for_others_is_not_at_fault(
 ) -> None:
     monkeypatch.setattr(compiler, "_MOST_QUEUED_S", -1.0)
     cache = made()
-    with pytest.raises(CompilerUnavailable, match="grammars of other requests took more than"):
+    with pytest.raises(CompilerUnavailable, match="other requests"):
         cache.submit(one("a")).result()
     assert not asked
     monkeypatch.setattr(compiler, "_MOST_QUEUED_S", 60.0)

@@ -21,8 +21,8 @@ def refusal(schema: object) -> str:
 @pytest.mark.parametrize(
     ("schema", "where", "whose", "today"),
     [
-        ({"items": [{"type": "string"}]}, "#/items", "before 2020-12", "write prefixItems"),
-        ({"properties": {"items": {"items": []}}}, "#/properties/items/items", "before 2020-12", "write prefixItems"),
+        ({"items": [{"type": "string"}]}, "#/items", "before 2020-12", "prefixItems"),
+        ({"properties": {"items": {"items": []}}}, "#/properties/items/items", "before 2020-12", "prefixItems"),
         ({"properties": {"n": BOUND}}, "#/properties/n/exclusiveMinimum", "draft-04", "instead of minimum"),
         ({"exclusiveMaximum": False}, "#/exclusiveMaximum", "draft-04", "instead of maximum"),
         ({"properties": {"n": {"required": True}}}, "#/properties/n/required", "draft-03", "list the names"),
@@ -35,7 +35,7 @@ def refusal(schema: object) -> str:
             "07",
             "dependentRequired",
         ),
-        ({"items": {"$recursiveRef": "#"}}, "$recursiveRef at #/items", "2019-09", "write $ref"),
+        ({"items": {"$recursiveRef": "#"}}, "$recursiveRef at #/items", "2019-09", "$ref"),
     ],
 )
 def test_a_keyword_of_an_older_draft(schema: object, where: str, whose: str, today: str) -> None:
@@ -51,14 +51,14 @@ def test_what_was_never_valid_is_no_draft_s(schema: object) -> None:
 
 def test_a_refusal_tells_of_a_draft_that_is_not_read() -> None:
     said = refusal({"$schema": "http://json-schema.org/draft-03/schema#", "contains": {}})
-    assert said.startswith("contains at # is not supported") and "its $schema is that of draft-03, and" in said
+    assert said.startswith("contains at #") and "its $schema" in said and "draft-03" in said
 
 
 @pytest.mark.parametrize(
     "declared", ["https://json-schema.org/draft/2020-12/schema", OLD, "https://example.com/mine", 3]
 )
 def test_a_refusal_is_silent_about_any_other(declared: object) -> None:
-    assert "is that of" not in refusal({"$schema": declared, "contains": {}})
+    assert "its $schema" not in refusal({"$schema": declared, "contains": {}})
 
 
 def test_an_older_draft_is_no_reason_to_refuse() -> None:

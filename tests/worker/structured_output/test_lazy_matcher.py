@@ -115,7 +115,7 @@ def test_intersections_and_complements_are_for_llguidance(walker: Walker, vocabu
     for text, is_right in [("<a>", 1), ("<acd>", 1), ("<ac>", 0), ("<abd>", 0), ("<>", 0), ("<aaaaaaaaaa>", 0)]:
         matcher = grammar.matcher()
         assert (matcher.accept_string(text) and matcher.is_completed()) == bool(is_right), text
-    with pytest.raises(GrammarError, match="not at #: not supported in calls"):
+    with pytest.raises(GrammarError, match="not at #: "):
         to_text(rules, START)
 
 
@@ -231,7 +231,8 @@ def test_nothing_is_allowed_after_an_error(walker: Walker, vocabulary: LazyVocab
     state = GrammarState(CompiledGrammar(LazyGrammar(to_lark(rules, START), vocabulary), "choice"))
     assert not state.matcher.handle.consume_token(ord("b"))
     bitmask = new_bitmask(1, len(walker.tokens))
-    assert fill_masks([state], bitmask, [0])[0].args == ("the grammar allows no token here",)
+    error = fill_masks([state], bitmask, [0])[0]
+    assert isinstance(error, GrammarError) and "no token" in str(error)
     assert fill_masks_after([state], [[ord("a")]], bitmask, [[0]]) == [0]
 
 

@@ -57,14 +57,14 @@ def test_a_grammar_that_is_none_is_the_requests_fault(process: CompilerProcess, 
 
 
 def test_a_grammar_that_takes_too_much_cpu_time_is_the_requests_fault(process: CompilerProcess) -> None:
-    with pytest.raises(GrammarError, match=r"more than 0\.01 s of CPU time"):
+    with pytest.raises(GrammarError, match=r"\b0\.01 s\b"):
         process.compile("ebnf", 'root ::= ("a" | "b"){1,100} ("c" | "d"){1,100} [e-z]{1,100}', 0.01)
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[0 for _ in iter(int, 1)]", "more than 0.2 s of CPU time"),
+        ("[0 for _ in iter(int, 1)]", r"\b0\.2 s\b"),
         ("bytearray(8 << 30)", "too much memory"),
         ("os.abort()", "too much memory"),
     ],
@@ -77,7 +77,7 @@ def test_who_uses_up_its_own_limits_is_at_fault(process: CompilerProcess, text: 
 
 def test_what_no_grammar_enforces_is_left_out_and_judged_later(process: CompilerProcess, folder: Path) -> None:
     schema = json.dumps({"type": "array", "items": {"enum": [1, 2]}, "maxItems": 9, "contains": {"const": 2}})
-    with pytest.raises(GrammarError, match="contains at # is not supported"):
+    with pytest.raises(GrammarError, match="contains at #"):
         process.compile("json_schema", schema, 20)
     compiled = process.compile("json_schema", schema, 20, strict=False)
     assert compiled.not_enforced == ["contains at #"] and compiled.text
@@ -91,7 +91,7 @@ def test_what_no_grammar_enforces_is_left_out_and_judged_later(process: Compiler
     assert verdict(schema, "[1, 2]") == AnswerVerdict(None)
     violation, kept = verdict(schema, "so</think>[1, 1]", "</think>")
     assert "does not contain" in (violation or "") and kept == len("so</think>")
-    with pytest.raises(GrammarError, match=r"more than 0\.2 s"):  # a pattern that has no end
+    with pytest.raises(GrammarError, match=r"\b0\.2 s\b"):  # a pattern that has no end
         verdict(json.dumps({"pattern": "^(a+)+$"}), json.dumps("a" * 40 + "b"), cpu_s=0.2)
 
 
@@ -148,5 +148,5 @@ def test_a_process_that_cannot_be_started_is_the_machines_fault(folder: Path, mo
 
     monkeypatch.setattr(module.subprocess, "Popen", fail)
     process = CompilerProcess(folder, VOCAB_SIZE, [VOCAB_SIZE - 1], memory_bytes=1 << 30)
-    with pytest.raises(CompilerUnavailable, match=r"cannot be started: .*temporarily unavailable"):
+    with pytest.raises(CompilerUnavailable, match="temporarily unavailable"):
         process.compile("ebnf", 'root ::= "a"', 20)

@@ -264,7 +264,7 @@ def test_a_keyword_means_what_it_says(walker, schema, good, bad):
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"not": {"items": {"type": "null"}}}, "not at # is not supported for items"),
+        ({"not": {"items": {"type": "null"}}}, "not at # .*items"),
         ({"not": {"not": {"pattern": "a", "minLength": 1}}}, "not at #.*more narrowly"),
         ({"oneOf": [{"not": {"type": "integer"}}, {"type": "number"}]}, "oneOf at #.*more narrowly"),
         ({"type": "object", "properties": {"x": {"if": {"uniqueItems": True}}}}, "if at #/properties/x"),

@@ -128,7 +128,7 @@ def test_masks_on_several_threads_are_those_on_one(vocabulary: LazyVocabulary) -
 def test_llguidance_follows_unique_items_and_xgrammar_names_them() -> None:
     rules = schema_rules(json.dumps(array_of({"type": "string"})))
     assert engine_for(rules) == (LLGUIDANCE,)
-    with pytest.raises(GrammarError, match="uniqueItems at #: not supported in calls of tools"):
+    with pytest.raises(GrammarError, match="uniqueItems at #: "):
         to_text(rules, START)
 
 
