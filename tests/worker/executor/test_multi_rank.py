@@ -308,7 +308,11 @@ def test_tokens_that_only_the_first_rank_has(pair: Callable[..., Pair]) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_heard_no_more(tiny_model: Callable[[str], Path]) -> None:
+def test_a_rank_that_stands_still_is_heard_no_more(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multi_rank, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(multi_rank, "SILENT_MS", 1000)
     with closing(Engine(tiny_model("llama"), settings(tp=2))) as engine:
         executor = engine.executor
         assert isinstance(executor, MultiRankExecutor) and not executor.silent_ranks
