@@ -3,29 +3,32 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Of tests that run several at once: with threads for all cores in each, their products wait for each other, and take
-# twice as long.
-ONE_THREAD := OMP_NUM_THREADS=1
+# Tests on all cores: each process begins with a part of its own, so that a server or model that a module shares is
+# made once. With threads for all cores in each process, their products wait for each other, and take twice as long.
+PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 # Where it is set, each of the many processes that tests start would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test quick test-bench nightly fuzz mutants env lint types check-docs model unit computing serving
+.PHONY: serve test quick test-bench nightly fuzz mutants env lint types check-docs model computing serving
 .PHONY: helm-test lock clean
 
 serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 	@exec $(BIN)/shoal serve $(ARGS)
 
-test: env lint types check-docs unit  ## everything that CI runs
+# Tests with Ray mostly wait. So the others run beside them, and give way to them.
+test: env lint check-docs model  ## everything that CI runs
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=line types computing serving
+	@$(BIN)/python -m tests.bench.passed || $(MAKE) --no-print-directory test-bench
 
 quick: env  ## the tests that are quick, for the inner loop: neither Ray nor real processes, models and GPUs
-	$(ONE_THREAD) $(BIN)/pytest --numprocesses auto -m "not ray and not slow and not bench and not gpu"
+	$(PYTEST_ALL_CORES) -m "not ray and not slow and not bench and not gpu"
 
 test-bench: env model  ## the benchmarks from end to end; `make test` runs them when they have changed
 	$(BIN)/pytest -m bench
 	$(BIN)/python -m tests.bench.passed --write
 
 nightly: env model  ## what CI runs a part of: all families in stages and on ranks, all modes with the real model
-	SHOAL_NIGHTLY=1 $(ONE_THREAD) $(BIN)/pytest --numprocesses auto -m "not ray and not bench and not gpu" tests/worker
+	SHOAL_NIGHTLY=1 $(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu" tests/kernels tests/worker
 
 fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, 100,000 generated answers, and more
 	SHOAL_FUZZ=1000 SHOAL_FUZZ_ANSWERS=100000 $(BIN)/pytest tests/server/test_fuzz.py tests/router/formats/test_lexer.py
@@ -57,13 +60,8 @@ check-docs: env  ## the pages that are made from the code are as the code says
 	$(BIN)/python -m shoal.reference --check
 	$(BIN)/python -m bench.results --check
 
-# Tests with Ray mostly wait. So the others run beside them, and give way to them.
-unit: env model
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line computing serving
-	@$(BIN)/python -m tests.bench.passed || $(MAKE) --no-print-directory test-bench
-
 computing: env
-	$(ONE_THREAD) nice -n 19 $(BIN)/pytest --numprocesses auto -m "not ray and not bench and not gpu"
+	nice -n 19 env $(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu"
 
 serving: env
 	$(BIN)/pytest -m "(ray or gpu) and not bench"
