@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # twice as long.
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: serve test quick fuzz env lint types check-docs unit helm-test lock clean
+.PHONY: serve test quick fuzz mutants env lint types check-docs unit helm-test lock clean
 
 serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 	@exec $(BIN)/shoal serve $(ARGS)
@@ -19,6 +19,9 @@ quick: env  ## the tests that are quick, for the inner loop: neither Ray nor rea
 
 fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, 100,000 generated answers, and more
 	SHOAL_FUZZ=1000 SHOAL_FUZZ_ANSWERS=100000 $(BIN)/pytest tests/server/test_fuzz.py tests/router/formats/test_lexer.py
+
+mutants: env  ## how many of fifty seeded faults the tests find: --tree measures another checkout, as ARGS
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 env: $(STAMP)
 
