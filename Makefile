@@ -33,6 +33,9 @@ nightly: env model  ## what CI runs a part of: all families in stages and on ran
 fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, 100,000 generated answers, and more
 	SHOAL_FUZZ=1000 SHOAL_FUZZ_ANSWERS=100000 $(BIN)/pytest tests/server/test_fuzz.py tests/router/formats/test_lexer.py
 
+mutants: env  ## how many of fifty seeded faults the tests find: --tree measures another checkout, as ARGS
+	$(BIN)/python -m tests.mutants $(ARGS)
+
 env: $(STAMP)
 
 # torch first and by itself: every later step finds it there and leaves it alone. What installers print is noise as long
