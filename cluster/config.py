@@ -39,7 +39,10 @@ class ReplicaConfig(WorkerConfig, ModelConfig):
         "SmolLM2-135M-Instruct", min_length=1, description="a known name, a folder, a .gguf file, or a Hugging Face id"
     )
     replicas: int = Field(
-        2, ge=1, description="copies of the model, each with its own KV cache; with max_replicas, those at the start"
+        2,
+        ge=1,
+        description="copies of the model, each with its own KV cache; with max_replicas, those at the start, by default "
+        "as near to 2 as it and min_replicas allow",
     )
     max_replicas: int | None = Field(
         None,
@@ -95,11 +98,27 @@ class ReplicaConfig(WorkerConfig, ModelConfig):
         """Whether autoscaling may take the last replica away."""
         return self.max_replicas is not None and self.min_replicas == 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _start_within_bounds(cls, given: Any) -> Any:
+        """Gives `replicas` a default that autoscaling allows."""
+        if not isinstance(given, Mapping) or "replicas" in given or given.get("max_replicas") is None:
+            return given
+        default = ReplicaConfig.model_fields["replicas"].default
+        try:
+            least, most = int(given.get("min_replicas", 1)), int(given["max_replicas"])
+        except (TypeError, ValueError):  # said of the field
+            return given
+        nearest = min(max(default, least), most)
+        return given if nearest < max(1, least) else {**given, "replicas": nearest}
+
     @model_validator(mode="after")
     def _scales(self) -> Self:
         if self.max_replicas is None:
             if other := [name for name in _SCALING if getattr(self, name) != ReplicaConfig.model_fields[name].default]:
                 raise ValueError(f"{', '.join(other)}: without max_replicas there is no autoscaling")
+        elif self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas={self.min_replicas} is more than max_replicas={self.max_replicas}")
         elif not self.min_replicas <= self.replicas <= self.max_replicas:
             raise ValueError(
                 f"replicas={self.replicas}, the number at the start, must be from min_replicas={self.min_replicas} to "

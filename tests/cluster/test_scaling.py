@@ -125,11 +125,21 @@ def test_an_even_load_comes_to_rest(work: float, number: int) -> None:
         ({"min_replicas": 0}, "min_replicas: .*max_replicas"),
         ({"replicas": 3, "max_replicas": 2}, "replicas=3, .*max_replicas=2"),
         ({"replicas": 1, "min_replicas": 2, "max_replicas": 2}, "replicas=1, .*min_replicas=2 .*max_replicas=2"),
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas=3 .*max_replicas=2"),
     ],
 )
 def test_bounds_that_do_not_fit_are_refused(settings: dict[str, int], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load(overrides=settings)
+
+
+@pytest.mark.parametrize(("bounds", "start"), [((0, 1), 1), ((1, 1), 1), ((0, 8), 2), ((4, 8), 4), ((2, 2), 2)])
+def test_a_number_at_the_start_that_is_not_given_is_one_that_bounds_allow(bounds: tuple[int, int], start: int) -> None:
+    """As on Kubernetes, where the number stands apart from the settings. Of several models each has its own."""
+    scaling = dict(zip(("min_replicas", "max_replicas"), bounds, strict=True))
+    assert [model.replicas for model in load(overrides=scaling).deployments] == [start]
+    models = [{"name": "a", "model": "a", **scaling}, {"name": "b", "model": "b"}]
+    assert [model.replicas for model in load(overrides={"models": models}).deployments] == [start, 2]
 
 
 def test_there_are_routers_for_the_most_replicas() -> None:
