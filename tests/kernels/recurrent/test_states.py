@@ -249,15 +249,16 @@ def test_tokens_of_many_sequences_at_once(make: Make, rule: Rule, rows: tuple[in
     ("rule", "before"),
     [
         pytest.param(Rule, 1, marks=pytest.mark.slow),
-        pytest.param(Rule, 30, marks=pytest.mark.slow),
+        pytest.param(Rule, 84, marks=pytest.mark.slow),
         (Mamba2Rule, 2),
-        (Mamba2Rule, 30),
+        (Mamba2Rule, 84),
         (Convolution, 2),
     ],
     indirect=["rule"],
 )
 def test_another_row_goes_on_from_a_copy(make: Make, rule: Rule, before: int) -> None:
-    """States copied inside a chunk, at its end, and after a chunk of one token, which stands last in the step."""
+    """States copied inside a chunk, after a whole block of it (84 is 20 and 64), at its end, and after a chunk of one
+    token, which stands last in the step."""
     states, one, other = make(2), Inputs.random(rule, 96, 4), Inputs.random(rule, 15, 5)
     first, later = min(before, 20), 20 + max(1, before - 20)
     run(states, [(3, one, 0, 20), (6, other, 0, 14)], [(0, first, 8), (0, 20, 9)])
