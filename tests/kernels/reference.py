@@ -47,16 +47,15 @@ class ReferenceAttention(AttentionBackend):
     def _attend(self, layer: int, q: torch.Tensor, row: int, position: int) -> torch.Tensor:
         shape, window = self.shape, self.shape.windows[layer]
         first = 0 if window is None else max(0, position - window + 1)
-        places = [self._locate(row, p) for p in range(first, position + 1)]
-        keys = torch.stack([self.kv[layer, 0, page, :, offset] for page, offset in places]).double()
-        values = torch.stack([self.kv[layer, 1, page, :, offset] for page, offset in places]).double()
-        group = shape.num_heads // shape.num_kv_heads
-        heads = []
-        for h in range(shape.num_heads):
-            scores = shape.scale * (keys[:, h // group] @ q[h].double())
-            if shape.softcap is not None:
-                scores = shape.softcap * torch.tanh(scores / shape.softcap)
-            if self.sinks is not None:
-                scores = torch.cat((scores, self.sinks[layer, h : h + 1].cpu().double()))
-            heads.append(torch.softmax(scores, dim=0)[: len(keys)] @ values[:, h // group])
-        return torch.stack(heads).to(q.dtype)
+        group, page_size = shape.num_heads // shape.num_kv_heads, self.kv.shape[4]
+        positions = torch.arange(first, position + 1)
+        pages = torch.from_numpy(self.batch.tables[row])[positions // page_size]
+        seen = self.kv[layer, :, pages, :, positions % page_size].double()  # [positions, keys and values, heads, dim]
+        keys, values = seen.repeat_interleave(group, dim=2).unbind(1)
+        scores = shape.scale * torch.einsum("hd,thd->ht", q.double(), keys)
+        if shape.softcap is not None:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks[layer, :, None].cpu().double()), dim=1)
+        weights = torch.softmax(scores, dim=1)[:, : len(keys)]
+        return torch.einsum("ht,thd->hd", weights, values).to(q.dtype)

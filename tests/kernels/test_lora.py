@@ -7,6 +7,7 @@ import torch
 
 from kernels.lora.lora_weights import ColumnPart, LoraWeights
 from kernels.lora.segments import TILE, Segments, Tiles, most_tiles
+from tests.kernels.covering import covering
 
 PARTS = [ColumnPart(0, range(24)), ColumnPart(1, range(24, 40)), ColumnPart(2, range(40, 56))]
 GATED = [ColumnPart(0, range(16)), ColumnPart(0, range(40, 56)), ColumnPart(1, range(16, 40))]
@@ -39,9 +40,13 @@ def by_token(weights: LoraWeights, x: torch.Tensor, slots: np.ndarray) -> torch.
     return out
 
 
-@pytest.mark.parametrize("parts", [PARTS, GATED])
-@pytest.mark.parametrize("slots", [[2], [0] * 5, [-1, 2, 0, 2, 1, -1, 0], [0] * 17 + [2] * 16 + [-1] * 3, [-1, 1]])
-@pytest.mark.parametrize("way", ["reference", "kernels", "replacing kernels", "few programs"])
+@covering(
+    {
+        "parts": [PARTS, GATED],
+        "slots": [[2], [0] * 5, [-1, 2, 0, 2, 1, -1, 0], [0] * 17 + [2] * 16 + [-1] * 3, [-1, 1]],
+        "way": ["reference", "kernels", "replacing kernels", "few programs"],
+    }
+)
 def test_each_token_has_its_own_adapter(
     parts: list[ColumnPart], slots: list[int], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,18 +26,19 @@ class Definition:
     def attend(self, layer: int, batch: AttentionBatch, q: torch.Tensor) -> torch.Tensor:
         out, token = [], 0
         for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True):
+            keys, values = self._keys_and_values(layer, batch.tables[row], start + length)
             for position in range(start, start + length):
-                out.append(self._attend(layer, batch.tables[row], position, q[token].double()))
+                scores = torch.einsum("hd,thd->ht", q[token].double(), keys[: position + 1])
+                weights = (self.shape.scale * scores).softmax(1)
+                out.append(torch.einsum("ht,thd->hd", weights, values[: position + 1]))
                 token += 1
         return torch.stack(out)
 
-    def _attend(self, layer: int, table: np.ndarray, position: int, q: torch.Tensor) -> torch.Tensor:
-        size = self.kv.shape[4]
-        places = range(position + 1)
-        rows = torch.stack([self.kv[layer, 0, int(table[place // size]), 0, place % size] for place in places])
+    def _keys_and_values(self, layer: int, table: np.ndarray, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those that the latents of a sequence stand for: `[length, heads, size]`."""
+        size, positions = self.kv.shape[4], torch.arange(length)
+        rows = self.kv[layer, 0, torch.from_numpy(table)[positions // size], 0, positions % size]
         latents, rotated = rows.split((self.heads.kv_lora_rank, self.heads.qk_rope_head_dim), dim=1)
         made = torch.einsum("tr,hur->thu", latents, self.weights[layer].double())
         keys, values = made.split((self.heads.qk_nope_head_dim, self.heads.v_head_dim), dim=2)
-        keys = torch.cat((keys, rotated[:, None].expand(-1, len(q), -1)), dim=2)
-        scores = self.shape.scale * torch.einsum("hd,thd->ht", q, keys)
-        return torch.einsum("ht,thd->hd", scores.softmax(1), values)
+        return torch.cat((keys, rotated[:, None].expand(-1, keys.shape[1], -1)), dim=2), values

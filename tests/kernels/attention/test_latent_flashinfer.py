@@ -21,6 +21,8 @@ DTYPE, TOLERANCE = (torch.bfloat16, 0.03) if ON_GPU else (torch.float32, 1e-5)
 LITE, FLASH = LatentHeads(512, 128, 64, 128), LatentHeads(512, 192, 64, 256)  # of DeepSeek-V2-Lite, of GLM-4.7-Flash
 SINGLES = [chunk for chunk in MIXED if chunk[1] == 1]
 ORDERED = sorted(MIXED, key=lambda chunk: chunk[1] > 1)
+# Contexts that chunks have themselves, of which the plain way makes less work; some end with a page.
+FRESH = [(0, 1), (15, 1), (0, 5), (0, 48), (2, 20)]
 PAGE_SIZE = 16
 
 
@@ -109,13 +111,14 @@ def pages_of(chunks: list[tuple[int, int]]) -> int:
 @pytest.mark.parametrize(("heads", "num_heads"), [(LITE, 4), (FLASH, 5)], ids=["lite", "flash"])
 @pytest.mark.parametrize("most", [None, 0], ids=["plain", "absorbed"])
 def test_a_step(heads: LatentHeads, num_heads: int, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks in both ways. Five heads are padded to eight."""
+    """Of chunks that are new in the plain way, unless it has no memory. Five heads are padded to eight."""
     if most is not None:
         monkeypatch.setattr(latent_flashinfer, "_EXPANDED_BYTES", most)
     pair = Pair(heads, num_heads, pages_of(MIXED))
-    for chunks in (ORDERED, SINGLES, ORDERED[-3:]):
+    for chunks in (ORDERED, SINGLES, ORDERED[-3:], FRESH):
         batch = random_batch(np.random.default_rng(1), chunks, PAGE_SIZE)
         pair.tested.plan(batch)
+        assert ON_GPU or (pair.tested._plain is not None) == (chunks is FRESH and most is None)
         pair.check(batch, pair.queries(batch.num_tokens))
         rows = [int(batch.tables[batch.rows[0], 0]) * PAGE_SIZE] if batch.starts[0] == 0 else []
         assert pair.tested.slots.tolist()[: len(rows)] == rows

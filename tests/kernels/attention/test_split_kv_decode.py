@@ -15,9 +15,8 @@ pytest.importorskip("triton")
 from kernels.attention.split_kv_decode import SplitKVDecode
 from kernels.ops.fused import rotate_and_store
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "page_size"),
     [

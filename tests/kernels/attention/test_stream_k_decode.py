@@ -17,7 +17,6 @@ from kernels.attention.stream_k_decode import StreamKAttention
 from kernels.host_device import all_to_device
 
 PLAIN = AttentionShape(4, 2, 64, 0.125, (None,))
-pytestmark = pytest.mark.slow
 OWN, SHARED = stream_k_decode._OWN, stream_k_decode._SHARED
 
 
@@ -56,6 +55,7 @@ def check(
         torch.testing.assert_close(got[:n].cpu(), wanted, atol=TOLERANCES[DTYPE], rtol=TOLERANCES[DTYPE])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "page_size"),
     [

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from kernels.comm import all_reduce
 from kernels.comm.all_reduce import MEMORY_BYTES, PART_BYTES, TURNS, CustomAllReduce, _columns, _how
 from kernels.ops.norm import add_rms_norm
+from tests.interpreter import hasten
 from worker.parallel.custom_all_reduce import find
 from worker.parallel.rendezvous import Rendezvous
 
@@ -34,6 +35,7 @@ def part(rank: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor
 def interpreted(rank: int, memories: list[torch.Tensor], errors: torch.Tensor, lock: Lock) -> None:
     """A rank's sums in the interpreter. Memory is shared by processes, and a lock makes up for what is missing: atomic
     operations of the interpreter are atomic within a process only."""
+    hasten()
     all_reduce._PROGRAMS = 3
     interpreter = importlib.import_module("triton.runtime.interpreter")._interpreter
     unlocked = interpreter.atomic_rmw
@@ -103,7 +105,8 @@ def test_sums_of_processes(ranks: int, device: str, tmp_path: Path, monkeypatch:
     if device == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     monkeypatch.syspath_prepend(Path(__file__).parents[3])  # where the other processes find this module
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+    context.set_forkserver_preload([__name__])  # the processes import all once
     errors = torch.zeros(ranks, 3).share_memory_()
     if device == "cuda":
         work, shared = on_gpu, (tmp_path / "store", errors)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.ops.rotary import Rope, rotate
+from tests.kernels.covering import covering
 from tests.kernels.device import DEVICE
 from tests.kernels.ops.comparison import TOLERANCES, close, random
 
@@ -52,9 +53,13 @@ def test_activations(size: int, dtype: torch.dtype, tolerance: float) -> None:
         close(fused.gelu_tanh(gate_up, added), F.gelu(both, approximate="tanh"), tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
-@pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (8, 2, 128), (4, 1, 20)])
+@covering(
+    {
+        "heads, kv_heads, head_dim": [(9, 3, 64), (8, 2, 128), (4, 1, 20)],
+        "has_norms": [False, True],
+        "dtype, tolerance": TOLERANCES,
+    }
+)
 def test_rotate_and_store(
     heads: int, kv_heads: int, head_dim: int, has_norms: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
