@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-import tests.short_ticks  # noqa: F401
+import tests.quick_http  # noqa: F401
 
 
 @dataclass

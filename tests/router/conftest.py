@@ -20,7 +20,8 @@ from fastapi import FastAPI
 from openai import OpenAI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-import tests.short_ticks  # noqa: F401
+import tests.quick_http  # noqa: F401
+from router import connection, replica_connection
 from router.api import create_app
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
@@ -65,6 +66,15 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' ~ opening | default('') }}{% endif %}"
 )
 REAL_MODEL = Path.home() / ".cache/shoal/models/SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has left is missed soon, and a replica that was lost is tried again soon."""
+    for name in ("PROBE_AFTER_S", "PROBE_AGAIN_S", "PROBE_EVERY_S"):
+        monkeypatch.setattr(connection, name, 0.02)
+    monkeypatch.setattr(replica_connection, "RECONNECT_S", 0.02)
+    monkeypatch.setattr(replica_connection, "RECONNECT_MAX_S", 0.1)
 
 
 def byte_level_backend() -> tokenizers.Tokenizer:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import uvicorn
 
-import tests.short_ticks  # noqa: F401
+import tests.quick_http  # noqa: F401
 import worker.engine.server
 from router.api import create_app
 from router.config import RouterConfig
