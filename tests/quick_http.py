@@ -1,15 +1,15 @@
 """What most tests over HTTP would otherwise spend more time on than on what they ask. Importing this module is enough.
 
 - Servers of uvicorn's look every 5 ms whether they shall end, not every 100.
-- Clients of httpx's, and so OpenAI's and Anthropic's, share one TLS context, of which no test has a use: for each client,
-  and for each `httpx.get`, all certificates would be parsed again.
+- All clients share one TLS context, of which no test has a use: for each OpenAI client and each `httpx.get`, the
+  certificates of all authorities would be parsed again.
 """
 
 import asyncio
 import functools
+import ssl
 from typing import Any
 
-import httpx._transports.default
 import uvicorn.server
 
 
@@ -24,4 +24,4 @@ class _ShortTicks:
 
 
 uvicorn.server.asyncio = _ShortTicks()  # type: ignore[assignment]
-httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
+ssl.create_default_context = functools.cache(ssl.create_default_context)
