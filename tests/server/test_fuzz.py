@@ -40,15 +40,19 @@ ALONE = {"model": MODEL, "prompt": "The same for ever", "max_tokens": 12, "tempe
 # ---------------------------------------------------------------- before and after each test
 
 
+@pytest.fixture(scope="module")
+def told_at_first(whole: Whole) -> Any:
+    return normal(whole)
+
+
 @pytest.fixture
-def unharmed(whole: Whole) -> Any:
+def unharmed(whole: Whole, told_at_first: Any) -> Any:
     """Whatever a test does, afterwards nothing goes on, nothing has been lost or kept, and answers are the same."""
-    before = normal(whole)
     whole.settled()
     held = whole.held()
     yield
     whole.settled()
-    assert normal(whole) == before
+    assert normal(whole) == told_at_first
     until(lambda: no_more(whole.held(), held), lambda: f"{whole.held()}, but before {held}")
     whole.settled()
 
