@@ -22,7 +22,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+import shoal
+from tests.conftest import Reference
 from tests.quick_http import local_socket
+
+
+@pytest.fixture(scope="session")
+def real_engine(reference: Reference) -> Iterator[shoal.Engine]:
+    """SmolLM2 in a replica of its own."""
+    settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 16384, "cpu_threads": 1}
+    with shoal.Engine(reference.folder.name, **settings) as engine:
+        yield engine
 
 
 @dataclass
