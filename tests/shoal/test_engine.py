@@ -24,7 +24,7 @@ import shoal
 from cluster.config import ConfigError
 from cluster.conversion import ModelError
 from shoal.engine import Engine, EngineError, GeneratedText, RequestError
-from tests.conftest import NEW_TOKENS, Reference
+from tests.conftest import NEW_TOKENS, NIGHTLY, Reference
 
 pytestmark = pytest.mark.slow  # an engine is a process of its own
 
@@ -444,8 +444,9 @@ def test_a_schema_that_is_enforced_in_part_says_whether_it_is_kept(llm: Engine) 
 
 def test_every_token_is_what_transformers_generates(real_engine: Engine, reference: Reference) -> None:
     greedy = {"temperature": 0, "max_tokens": NEW_TOKENS}
-    answers = real_engine.generate(reference.prompts, **greedy)
-    assert [answer.token_ids for answer in answers] == reference.said
+    some = slice(None, None, 1 if NIGHTLY else 4)
+    answers = real_engine.generate(reference.prompts[some], **greedy)
+    assert [answer.token_ids for answer in answers] == reference.said[some]
     chats = real_engine.chat(reference.chats, **greedy)
     first = reference.first_chat
     assert [answer.token_ids for answer in chats] == reference.said[first : first + len(chats)]
