@@ -109,7 +109,6 @@ def test_what_is_there_is_not_fetched_again(cache: Path, monkeypatch: pytest.Mon
     )
 
 
-@pytest.mark.slow
 def test_damage_is_found_and_repaired(cache: Path) -> None:
     folder = resolve(NAME, dequantize=True)
     weights = folder / "model.safetensors"
@@ -135,7 +134,6 @@ def test_damage_is_found_and_repaired(cache: Path) -> None:
         resolve(NAME, dequantize=True, pull=False)
 
 
-@pytest.mark.slow
 def test_an_interrupted_pull_leaves_nothing_and_a_killed_one_is_cleared(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,7 +382,6 @@ def test_a_router_asks_a_hub_for_no_weights(hub: list[str], monkeypatch: pytest.
     assert "tokenizer.json" in hub and not [file for file in hub if "safetensors" in file]
 
 
-@pytest.mark.slow
 def test_without_weights_a_gguf_is_not_dequantised(
     cache: Path, tiny: tuple[Path, Packaged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,6 +448,5 @@ REAL_TEXT = st.text(
 
 @settings(deadline=None, max_examples=200)
 @given(text=st.one_of(REAL_TEXT, st.text("ab 1\n\t.'é😀½日", max_size=40)))
-@pytest.mark.slow
 def test_smollm2_gives_any_text_back(tokenizer, text: str) -> None:  # type: ignore[no-untyped-def]
     assert tokenizer.backend_tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text

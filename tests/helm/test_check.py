@@ -103,7 +103,6 @@ def test_the_whole_check_passes(capsys: pytest.CaptureFixture[str]) -> None:
         (2, 3, 1, 8, 1, 8),  # two stages of three, two GPUs are left over
     ],
 )
-@pytest.mark.slow
 def test_workers_follow_from_replicas_and_gpus(
     replicas: int, tp: int, pp: int, gpus_per_worker: int | None, count: int, gpus: int
 ) -> None:
