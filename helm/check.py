@@ -35,6 +35,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.config import Config, DeploymentConfig, UpstreamEntry
 
 UPSTREAM = UpstreamEntry.model_fields["upstream"].annotation
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast, if there is libyaml
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CHART = HERE / "shoal"
@@ -242,7 +243,7 @@ def render(values: dict[str, Any], release: str = "try") -> list[dict[str, Any]]
     done = run_helm("template", release, "--namespace", "models", values=values)
     if done.returncode != 0:
         raise CheckError(f"helm template: {done.stderr.strip()}")
-    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+    return [manifest for manifest in yaml.load_all(done.stdout, LOADER) if manifest]
 
 
 def check_refused(what: str, values: dict[str, Any], part: str) -> None:

@@ -313,6 +313,8 @@ def environment() -> dict[str, str]:
 def variables(source: str) -> set[str]:
     """Names of environment variables in a module's source: the keys used with `os.environ`, and with `os.getenv`."""
     names: set[str] = set()
+    if "environ" not in source and "getenv" not in source:
+        return names
     for node in ast.walk(ast.parse(source)):
         key: ast.expr | None = None
         match node:
@@ -330,7 +332,10 @@ def variables(source: str) -> set[str]:
 
 
 def _is_environ(node: ast.expr) -> bool:
-    return ast.unparse(node) in ("os.environ", "environ")
+    match node:
+        case ast.Name(id="environ") | ast.Attribute(value=ast.Name(id="os"), attr="environ"):
+            return True
+    return False
 
 
 # ---------------------------------------------------------------- commands

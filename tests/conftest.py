@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,12 +115,16 @@ class Reference:
 
     @cached_property
     def prompts(self) -> list[list[int]]:
+        chats_and_texts = [CHATS, SHORT, PROSE * 3, PROSE * 3 + "The first of the three was", CODE, (PROSE + CODE) * 6]
+        read = [(self.folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")]
+        return kept([chats_and_texts, read], lambda: self._encoded(*chats_and_texts))
+
+    def _encoded(self, conversations: list[Any], short: list[str], *longer: str) -> list[list[int]]:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.folder)
-        chats = [tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in CHATS]
-        texts = SHORT + chats + [PROSE * 3, PROSE * 3 + "The first of the three was", CODE]
-        encoded = [tokenizer.encode(text) for text in texts] + [tokenizer.encode((PROSE + CODE) * 6)[:600]]
+        chats = [tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations]
+        encoded = [tokenizer.encode(text)[:600] for text in [*short, *chats, *longer]]
         assert min(map(len, encoded)) == 1 and max(map(len, encoded)) == 600
         assert max(map(len, encoded[: len(SHORT)])) < 40
         return encoded

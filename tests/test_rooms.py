@@ -4,9 +4,12 @@ says what it owns."""
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,18 +87,40 @@ def folder(module: str) -> str:
     return ".".join(MODULES[module].relative_to(ROOT).parent.parts)
 
 
+@dataclass(frozen=True)
+class Source:
+    """What a file says that these tests ask for; its whole tree would be large to keep."""
+
+    doc: str | None
+    imports: list[ast.Import | ast.ImportFrom]
+    classes: list[str]
+
+
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def read(path: Path) -> Source:
+    tree = ast.parse(path.read_text())
+    found = list(statements(tree.body))
+    imports = [each for each in found if isinstance(each, ast.Import | ast.ImportFrom)]
+    return Source(ast.get_docstring(tree), imports, [each.name for each in found if isinstance(each, ast.ClassDef)])
+
+
+def statements(block: list[Any]) -> Iterator[ast.stmt]:
+    """Those of a block and of all within them."""
+    for each in block:
+        if isinstance(each, ast.stmt):
+            yield each
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            if inner := getattr(each, name, None):
+                yield from statements(inner)
 
 
 @cache
 def imported(path: Path) -> frozenset[str]:
     names: set[str] = set()
-    for node in ast.walk(parsed(path)):
+    for node in read(path).imports:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0 and node.module is not None, f"{path}: relative import"
             below = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {name if name in MODULES else node.module for name in below}
@@ -114,7 +139,6 @@ def is_allowed(own: str, module: str) -> bool:
 
 
 @pytest.mark.parametrize("own", sorted({folder(module) for module in MODULES}))
-@pytest.mark.slow
 def test_imports_run_one_way(own: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
@@ -138,11 +162,11 @@ def test_no_test_module_imports_another() -> None:
     """What tests share lies in modules of its own, which a test that moves or goes does not take along."""
     wrong: list[str] = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(parsed(path)):
+        for node in read(path).imports:
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names if alias.name.startswith("tests.")]
-            elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "tests"):
+            elif node.level or (node.module or "").split(".")[0] == "tests":
                 names = [f"{node.module or ''}.{alias.name}" for alias in node.names]
             modules = {part for name in names for part in name.split(".") if part.startswith("test_")}
             wrong += [f"{path.relative_to(ROOT)} imports {module}" for module in sorted(modules)]
@@ -153,14 +177,13 @@ def test_no_class_is_defined_twice() -> None:
     """Somebody who searches for a class finds one."""
     found: dict[str, list[str]] = defaultdict(list)
     for module, path in MODULES.items():
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.ClassDef):
-                found[node.name].append(module)
+        for name in read(path).classes:
+            found[name].append(module)
     assert {name: modules for name, modules in found.items() if len(modules) > 1} == SHARED_NAMES
 
 
 @pytest.mark.parametrize("own", sorted({folder(module) for module in MODULES}))
 def test_a_folder_says_what_it_owns_and_where_to_begin(own: str) -> None:
-    doc = ast.get_docstring(parsed(MODULES[own]))
+    doc = read(MODULES[own]).doc
     assert doc is not None and len(doc.split()) > 15
     assert re.search(r"Read\s+`\S+\.py` first", doc), "it does not say which file to read first"

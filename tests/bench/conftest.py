@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-import tests.short_ticks  # noqa: F401
+from tests.quick_http import local_socket
 
 
 @dataclass
@@ -106,11 +106,10 @@ def fake() -> Iterator[Fake]:
         Route("/v1/completions", server.complete, methods=["POST"]),
         Route("/v1/chat/completions", server.complete, methods=["POST"]),
     ]
-    config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="critical", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(Starlette(routes=routes), log_level="critical", timeout_graceful_shutdown=1)
     uv = uvicorn.Server(config)
-    listening = config.bind_socket()
+    listening = local_socket()  # from now on a connection waits for the server instead of being refused
     server.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    listening.listen()  # from now on a connection waits for the server instead of being refused
     thread = threading.Thread(target=uv.run, kwargs={"sockets": [listening]})
     thread.start()
     yield server

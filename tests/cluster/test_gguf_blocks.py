@@ -48,6 +48,7 @@ def dense(weight: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shard", [(), (0, 2), (1, 2), (0, 1, 0, 2), (1, 2, 1, 2)])
+@pytest.mark.slow
 def test_each_rank_has_its_part_of_the_blocks(folders: tuple[Path, Path], shard: tuple[int, ...]) -> None:
     ours, theirs = load(folders[0], shard), load(folders[1], shard)
     assert ours.keys() == theirs.keys()
@@ -58,6 +59,7 @@ def test_each_rank_has_its_part_of_the_blocks(folders: tuple[Path, Path], shard:
         assert torch.equal(dense(ours[name]), dense(weight)), name
 
 
+@pytest.mark.slow
 def test_dequantized_at_load(folders: tuple[Path, Path]) -> None:
     ours, theirs = load(folders[0], dequantize=True), load(folders[1])
     assert all(isinstance(weight, torch.Tensor) for weight in ours.values())
@@ -70,6 +72,7 @@ def test_ranks_that_would_cut_blocks_are_refused(folders: tuple[Path, Path]) -> 
     assert load(folders[0], (1, 4), dequantize=True)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_float32_copy(folders: tuple[Path, Path]) -> None:
     prompts = [[5], list(range(7, 40)), [90, 3, 41, 8], list(range(200, 20, -3))]
     said = []
@@ -81,6 +84,7 @@ def test_tokens_are_those_of_the_float32_copy(folders: tuple[Path, Path]) -> Non
         assert ours.failure is None and ours.token_ids == theirs.token_ids
 
 
+@pytest.mark.slow
 def test_short_convolutions_are_kept_too(tmp_path: Path) -> None:
     path, blocks, float32 = tmp_path / "tiny.gguf", tmp_path / "blocks", tmp_path / "float32"
     write_lfm2(path)

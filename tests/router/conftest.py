@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from openai import OpenAI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-import tests.short_ticks  # noqa: F401
+from router import connection, replica_connection
 from router.api import create_app
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
@@ -35,6 +35,7 @@ from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
 from router.tokenizer import Tokenizer
+from tests.quick_http import local_socket
 from worker.messages import (
     BEAT_S,
     PROTOCOL,
@@ -65,6 +66,15 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' ~ opening | default('') }}{% endif %}"
 )
 REAL_MODEL = Path.home() / ".cache/shoal/models/SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has left is missed soon, and a replica that was lost is tried again soon."""
+    for name in ("PROBE_AFTER_S", "PROBE_AGAIN_S", "PROBE_EVERY_S"):
+        monkeypatch.setattr(connection, name, 0.02)
+    monkeypatch.setattr(replica_connection, "RECONNECT_S", 0.02)
+    monkeypatch.setattr(replica_connection, "RECONNECT_MAX_S", 0.1)
 
 
 def byte_level_backend() -> tokenizers.Tokenizer:
@@ -404,7 +414,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, config: RouterConfig) -> None:
         made: Any = protocol(config)
         super().__init__(uvicorn.Config(app, http=made, log_level="error", ws="none", timeout_graceful_shutdown=5))
-        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket = local_socket()
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.up = threading.Event()
         self.clients: list[OpenAI] = []  # closed at the end

@@ -237,7 +237,6 @@ def bearer(key: str) -> dict[str, bytes]:
     return {"Authorization": f"Bearer {key}".encode()}
 
 
-@pytest.mark.slow
 def test_keys(make_stack: Callable[..., Any], make_replica: Callable[..., Any], tmp_path: Any) -> None:
     file = tmp_path / "keys"
     file.write_text("second\n\n  third \nключ")

@@ -8,6 +8,7 @@ import pytest
 
 from router.chat_template import ChatTemplate, TemplateError
 from router.tokenizer import Tokenizer
+from tests.kept import kept
 
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -67,16 +68,26 @@ def test_arguments_of_one_template() -> None:
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.slow
 def test_tokens_of_the_real_model_are_those_of_transformers(real_folder: Path, messages: list[dict[str, Any]]) -> None:
-    from transformers import AutoTokenizer
+    def reference() -> tuple[list[tuple[str, list[int]]], list[int]]:
+        from transformers import AutoTokenizer
 
-    reference = AutoTokenizer.from_pretrained(real_folder)
+        theirs = AutoTokenizer.from_pretrained(real_folder)
+        chats = [
+            (
+                theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt),
+                theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False),
+            )
+            for prompt in (True, False)
+        ]
+        return chats, theirs(messages[0]["content"])["input_ids"]
+
+    files = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    chats, content = kept(["chats", messages, [(real_folder / name).read_text() for name in files]], reference)
     ours = Tokenizer.from_folder(real_folder)
-    for prompt in (True, False):
-        text = ours.render_chat(messages, prompt)
-        assert text == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        expected = reference.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
-        assert ours.encode(text, add_special_tokens=False) == expected
-    assert ours.encode(messages[0]["content"]) == reference(messages[0]["content"])["input_ids"]
+    for prompt, (text, tokens) in zip((True, False), chats, strict=True):
+        assert ours.render_chat(messages, prompt) == text
+        assert ours.encode(text, add_special_tokens=False) == tokens
+    assert ours.encode(messages[0]["content"]) == content
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from router import connection
+from router import listener as listeners
 from router.config import RouterConfig
 from router.listener import Listener
 
@@ -29,9 +30,9 @@ def loop(request: pytest.FixtureRequest) -> Loop:
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "PROBE_AFTER_S", SHORT_S)
-    monkeypatch.setattr(connection, "PROBE_AGAIN_S", SHORT_S)
+def no_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a listener closes, nobody connects."""
+    monkeypatch.setattr(listeners, "HANDSHAKE_S", 0)
 
 
 class App:

@@ -174,7 +174,6 @@ def test_embeddings_scores_and_choices_ask_the_model_that_is_named(door: Door) -
     assert door.asked()["tiny"] == 2
 
 
-@pytest.mark.slow
 def test_the_list_has_every_name(door: Door) -> None:
     cards = {card.id: card for card in door.client.models.list().data}
     assert list(cards) == ["tiny", "gpt-4o", "org/large", "large", "big"]

@@ -469,7 +469,6 @@ def test_a_refused_request_changes_nothing(client: Client, stack: Any, tokenizer
     client.text(" c", "c", program={"parent": "b", "continues": True}, max_tokens=1)
 
 
-@pytest.mark.slow
 def test_a_stream_that_is_broken_off_leaves_no_branch(client: Client, stack: Any, make_replica: Any) -> None:
     client.text("Hello", max_tokens=1)
     fake = stack.fakes["r0"].hold()

@@ -385,7 +385,6 @@ def test_a_replica_of_a_far_version_is_refused_by_name(
     fake.die()
 
 
-@pytest.mark.slow
 def test_what_is_no_message_breaks_the_connection(make_stack: Make, make_replica: Make) -> None:
     """A replica of another version must not leave requests hanging."""
     fake = make_replica()

@@ -41,7 +41,6 @@ def names_of(chunks: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.slow
 def test_a_client_that_leaves_frees_its_replica(make_stack: Make, make_replica: Make, stream: bool, n: int) -> None:
     fake = make_replica().hold()
     stack = make_stack(fake)

@@ -361,7 +361,6 @@ def test_an_endpoint_that_breaks_off(door: Door) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.slow
 def test_a_client_that_leaves_ends_the_request_there(door: Door, stream: bool) -> None:
     asked = threading.Event()
 

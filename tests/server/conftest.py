@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +17,8 @@ import pytest
 import torch
 import uvicorn
 
-import tests.short_ticks  # noqa: F401
 import worker.engine.server
+from router import connection
 from router.api import create_app
 from router.config import RouterConfig
 from router.connection import protocol
@@ -31,6 +30,7 @@ from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
 from router.tokenizer import Tokenizer
+from tests.quick_http import local_socket
 from worker.config import WorkerConfig
 
 WAIT_S = 60.0
@@ -108,7 +108,7 @@ class Whole:
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(self.app, http=made, log_level="critical", timeout_graceful_shutdown=5)
         )
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._listening = local_socket()
         self.address: tuple[str, int] = self._listening.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self._loop: asyncio.AbstractEventLoop
@@ -208,13 +208,16 @@ def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @contextlib.contextmanager
 def serving(responses: Path, *folders: Path) -> Iterator[Whole]:
     threads = torch.get_num_threads()
-    made = Whole(responses, *folders)
-    try:
-        until(lambda: all(model.links.ready for model in made._models), lambda: "a replica is not connected")
-        yield made
-    finally:
-        made.close()
-        torch.set_num_threads(threads)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PROBE_AFTER_S", "PROBE_AGAIN_S", "PROBE_EVERY_S"):  # who has left is missed soon
+            patch.setattr(connection, name, 0.02)
+        made = Whole(responses, *folders)
+        try:
+            until(lambda: all(model.links.ready for model in made._models), lambda: "a replica is not connected")
+            yield made
+        finally:
+            made.close()
+            torch.set_num_threads(threads)
 
 
 def parse_events(body: bytes) -> list[dict[str, Any]]:

@@ -22,13 +22,15 @@ from router.conversation import Tool
 from router.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta, joined
 from router.formats.families import HARMONY, TOOLS, named
 from router.formats.lexer import Lexer
+from tests.conftest import NIGHTLY
 from worker.structured_output.call_formats import MARKERS
 from worker.structured_output.compilation import after, kept_apart, to_ebnf
 from worker.structured_output.error import GrammarError
 from worker.structured_output.tokens import GrammarVocabulary
 from worker.structured_output.tool_calls import tool_calls_to_ebnf
 
-SETS, WALKS, MOST_TOKENS = 12, 3, 600
+# Sets of tools: nine have each way to call with each way to think once.
+SETS, WALKS, MOST_TOKENS = 36 if NIGHTLY else 9, 3, 600
 LONGER = """": |", "|"}|"]|}}|]]|true|12|0.5|\n\n|\\"|é|😀|</|</parameter>\n|, ]""".split("|")
 ENDERS = ['"', "]", "}", ",", ")", '"}', '"]', "}}", "]]", "</", "<", "</parameter>\n"]
 END = "<end of text>"
@@ -70,7 +72,8 @@ class WalkedVocabulary:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         self._bitmask = xgrammar.allocate_token_bitmask(1, self.end + 1)
         enders = [token for token in range(self._first_marker) if self._texts[token] in [e.encode() for e in ENDERS]]
-        self._enders = {*self.ends, *enders, *range(len(alphabet) + len(LONGER), self.end)}
+        self._enders = np.zeros(self.end + 1, np.uint8)
+        self._enders[[*self.ends, *enders, *range(len(alphabet) + len(LONGER), self.end)]] = 1
 
     def compile(self, ebnf: str, root: str = "root") -> xgrammar.CompiledGrammar:
         return self._compiler.compile_grammar(ebnf, root_rule_name=root)
@@ -93,13 +96,14 @@ class WalkedVocabulary:
         chance = random.Random(seed)
         eagerness = chance.choice([0.1, 0.4, 0.8])  # to end strings, lists, everything
         text, rest, marks = "", b"", {}
+        packed = self._bitmask.numpy().view(np.uint8)[0]
         for number in range(MOST_TOKENS):
             matcher.fill_next_token_bitmask(self._bitmask)
-            bits = np.unpackbits(self._bitmask.numpy().view(np.uint8)[0], bitorder="little")[: self.end + 1]
-            allowed = np.flatnonzero(bits).tolist()
-            assert allowed, f"dead end after {text!r} {rest!r}"
-            ending = [token for token in allowed if token in self._enders]
-            token = chance.choice(ending if ending and chance.random() < eagerness else allowed)
+            bits = np.unpackbits(packed, count=self.end + 1, bitorder="little")
+            assert bits.any(), f"dead end after {text!r} {rest!r}"
+            ending = bits & self._enders
+            wanted = ending if ending.any() and chance.random() < eagerness else bits
+            token = int(chance.choice(wanted.nonzero()[0]))
             assert matcher.accept_token(token)
             if token >= self._first_marker and token != self.end:
                 text, rest = text + rest.decode(errors="replace"), b""

@@ -22,7 +22,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-import tests.short_ticks  # noqa: F401
+import shoal
+from tests.conftest import Reference
+from tests.quick_http import local_socket
+
+
+@pytest.fixture(scope="session")
+def real_engine(reference: Reference) -> Iterator[shoal.Engine]:
+    """SmolLM2 in a replica of its own."""
+    settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 16384, "cpu_threads": 1}
+    with shoal.Engine(reference.folder.name, **settings) as engine:
+        yield engine
 
 
 @dataclass
@@ -98,11 +108,10 @@ def fake() -> Iterator[Fake]:
         Route("/v1/models", server.list_models),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
     ]
-    config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="critical", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(Starlette(routes=routes), log_level="critical", timeout_graceful_shutdown=1)
     uv = uvicorn.Server(config)
-    listening = config.bind_socket()
+    listening = local_socket()  # from now on a connection waits for the server instead of being refused
     server.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    listening.listen()  # from now on a connection waits for the server instead of being refused
     thread = threading.Thread(target=uv.run, kwargs={"sockets": [listening]})
     thread.start()
     yield server

@@ -24,7 +24,7 @@ import shoal
 from cluster.config import ConfigError
 from cluster.conversion import ModelError
 from shoal.engine import Engine, EngineError, GeneratedText, RequestError
-from tests.conftest import NEW_TOKENS, Reference
+from tests.conftest import NEW_TOKENS, NIGHTLY, Reference
 
 pytestmark = pytest.mark.slow  # an engine is a process of its own
 
@@ -144,7 +144,7 @@ def test_log_probabilities(llm: Engine) -> None:
 
 @pytest.mark.parametrize("prompt", ["Once upon", list(b"abc"), HELLO], ids=["text", "token ids", "chat"])
 def test_a_stream_is_the_whole_answer_in_pieces(llm: Engine, prompt: Any) -> None:
-    settings = {"temperature": 0, "max_tokens": 40}
+    settings = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}  # what waits to be read becomes one piece
     whole = llm.chat(prompt, **settings) if prompt is HELLO else llm.generate(prompt, **settings)
     stream = llm.stream(prompt, **settings)
     pieces = list(stream)
@@ -386,6 +386,8 @@ SCRIPT = """
 import os, signal, sys, threading
 import shoal
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 def interrupt():
     os.killpg(0, signal.SIGINT)  # as a terminal and a notebook do
 
@@ -440,32 +442,26 @@ def test_a_schema_that_is_enforced_in_part_says_whether_it_is_kept(llm: Engine) 
         llm.generate("a", response_format={**form, "json_schema": {**form["json_schema"], "strict": True}})
 
 
-@pytest.fixture(scope="module")
-def real(reference: Reference) -> Iterator[Engine]:
-    settings = SETTINGS | {"kv_tokens": 16384}
-    with shoal.Engine(reference.folder.name, **settings) as engine:
-        yield engine
-
-
-def test_every_token_is_what_transformers_generates(real: Engine, reference: Reference) -> None:
+def test_every_token_is_what_transformers_generates(real_engine: Engine, reference: Reference) -> None:
     greedy = {"temperature": 0, "max_tokens": NEW_TOKENS}
-    answers = real.generate(reference.prompts, **greedy)
-    assert [answer.token_ids for answer in answers] == reference.said
-    chats = real.chat(reference.chats, **greedy)
+    some = slice(None, None, 1 if NIGHTLY else 4)
+    answers = real_engine.generate(reference.prompts[some], **greedy)
+    assert [answer.token_ids for answer in answers] == reference.said[some]
+    chats = real_engine.chat(reference.chats, **greedy)
     first = reference.first_chat
     assert [answer.token_ids for answer in chats] == reference.said[first : first + len(chats)]
-    streamed = [real.stream(messages, **greedy) for messages in reference.chats]
+    streamed = [real_engine.stream(messages, **greedy) for messages in reference.chats]
     assert ["".join(stream) for stream in streamed] == [answer.text for answer in chats]
 
 
 def test_the_readme_runs_as_written(
-    real: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    real_engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With an engine that is loaded already."""
     page = (Path(__file__).parents[2] / "README.md").read_text()
     section = page.split("## Python, without a server\n", 1)[1].split("\n## ", 1)[0]
     code = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
-    monkeypatch.setattr(shoal, "Engine", lambda model: nullcontext(real))
+    monkeypatch.setattr(shoal, "Engine", lambda model: nullcontext(real_engine))
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     assert len(capsys.readouterr().out.splitlines()) > 3
-    assert os.getpid() == real._server._pid
+    assert os.getpid() == real_engine._server._pid

@@ -68,7 +68,6 @@ def test_every_command_explains_itself(page: str) -> None:
         assert f"### shoal {command}\n\n```text\nusage: shoal {command} " in page
 
 
-@pytest.mark.slow
 def test_the_page_does_not_depend_on_the_terminal(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")

@@ -272,7 +272,6 @@ def test_keys(says: Callable[..., Any], client: Callable[..., Anthropic]) -> Non
     assert "param" in httpx.get(f"{stack.url}/v1/models").json()["error"]  # OpenAI's
 
 
-@pytest.mark.slow
 def test_errors_before_a_request_is_read(says: Callable[..., Any]) -> None:
     stack = says(config=RouterConfig(max_body_bytes=2000, body_timeout_s=0.3))
     url = f"{stack.url}/v1/messages"

@@ -436,7 +436,6 @@ def test_a_stream_breaks_off(says: Callable[..., Any]) -> None:
         ({"x": 1}, "x"),
     ],
 )
-@pytest.mark.slow
 def test_refusals(says: Callable[..., Any], fields: dict[str, Any], param: str) -> None:
     stack = says("x")
     answer = httpx.post(f"{stack.url}/v1/responses", json={"model": "tiny", "input": "x"} | fields)

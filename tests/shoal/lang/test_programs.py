@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,12 +17,18 @@ EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def engine() -> Any:
-    """SmolLM2 in a replica of its own, where all programs here run."""
-    with shoal.Engine("SmolLM2-135M-Instruct", max_running=16) as engine:
-        shoal.set_default_backend(engine)
-        yield engine
-        shoal.global_config.default_backend = None
+def engine(real_engine: shoal.Engine) -> Iterator[shoal.Engine]:
+    """Where all programs here run."""
+    shoal.set_default_backend(real_engine)
+    yield real_engine
+    shoal.global_config.default_backend = None
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples that do not depend on what is said say little."""
+    gen = shoal.gen
+    monkeypatch.setattr(shoal, "gen", lambda name, max_tokens, **given: gen(name, max_tokens=max_tokens // 4, **given))
 
 
 @shoal.function
@@ -246,6 +253,7 @@ def test_example_few_shot() -> None:
     assert answers["Portugal"] == "Lisbon" and answers["Norway"] == "Oslo"
 
 
+@pytest.mark.usefixtures("brief")
 def test_example_essay_judge() -> None:
     state = example("essay_judge").main()
     assert state["grade"] in "ABCD" and len(state["judgement"]) == 3
@@ -256,16 +264,19 @@ def test_example_react() -> None:
     assert re.search(r"Action 1: (Search|Finish) \[", text)
 
 
+@pytest.mark.usefixtures("brief")
 def test_example_tree_of_thought() -> None:
     state = example("tree_of_thought").main()
     assert state["best"] in "0123" and len(state.calls()) == 7
 
 
+@pytest.mark.usefixtures("brief")
 def test_example_skeleton_of_thought() -> None:
     state = example("skeleton_of_thought").main()
     assert len(state["detail"]) == 3 and state.text().endswith(state["summary"])
 
 
+@pytest.mark.usefixtures("brief")
 def test_example_multi_turn() -> None:
     module = example("multi_turn")
     assert "".join(module.main(stream=True).text_iter()) == module.main().text()

@@ -1,0 +1,39 @@
+"""What most tests over HTTP would otherwise spend more time on than on what they ask. Importing this module is enough.
+
+- Servers of uvicorn's look every 5 ms whether they shall end, not every 100.
+- All clients share one TLS context, of which no test has a use: for each OpenAI client and each `httpx.get`, the
+  certificates of all authorities would be parsed again.
+
+And `local_socket` is one to listen on.
+"""
+
+import asyncio
+import functools
+import socket
+import ssl
+from typing import Any
+
+import uvicorn.server
+
+
+class _ShortTicks:
+    """`asyncio` as `uvicorn.server` sees it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, delay: float) -> None:
+        await asyncio.sleep(delay / 20)
+
+
+uvicorn.server.asyncio = _ShortTicks()  # type: ignore[assignment]
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+
+
+def local_socket() -> socket.socket:
+    """Listens on a port of its own of this machine. asyncio sees TCP by the protocol, which `socket.create_server` does
+    not name: it would leave Nagle's algorithm on, and every second answer on a connection would wait for 40 ms."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    made.bind(("127.0.0.1", 0))
+    made.listen(512)
+    return made
