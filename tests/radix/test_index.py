@@ -1,5 +1,6 @@
 """The index over the trees of several replicas, against a set of prefixes for each."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -64,6 +65,21 @@ def test_a_dropped_cache_is_gone_at_once_and_its_nodes_little_by_little():
     index.drop(caches[1])
     index.tidy(100)
     assert index.num_nodes == 0 and found(index, [0, 1]) == [0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("cuts", itertools.permutations((1, 2, 3)))
+def test_a_dropped_path_goes_whole_in_whatever_order_it_was_split(cuts: tuple[int, ...]):
+    """Its nodes are taken out in that order, so that some lose their last holder before their children do."""
+    index, pool = PrefixIndex(1), PagePool(4, 1)
+    cache = index.add()
+    tree = make_tree(1, pool, None, cache.apply)
+    tree.insert([1, 2, 3, 4], pool.allocate(4))
+    for cut in cuts:
+        tree.match([1, 2, 3, 4][:cut])
+    assert index.num_nodes == 4
+    index.drop(cache)
+    index.tidy(4)
+    assert index.num_nodes == 0
 
 
 def with_events(*events: Event) -> IndexedCache:
