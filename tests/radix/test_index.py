@@ -15,7 +15,7 @@ from radix.node import pack
 from radix.pages import PagePool
 from radix.snapshot import SnapshotWalk
 
-from .conftest import Listener, make_tree
+from .conftest import Listener, make_tree, sorted_events
 
 NUM_PAGES = 16
 PROMPTS = st.lists(st.integers(0, 1), max_size=16)
@@ -138,6 +138,20 @@ def test_a_node_of_one_replica_may_be_many_of_the_index():
     one.apply(Removed(3))
     one.apply(Removed(2))
     assert found(index, long) == [0, 8, 0]
+
+
+def test_what_comes_again_and_is_split_during_a_snapshot_is_told_once(new_cache: Callable):
+    """By its events: the walk, which has still to come by there, has nothing to add."""
+    cache, listener = new_cache(3, 1), Listener(1)
+    cache.insert([1, 2, 3])
+    walk, known = cache.tree.snapshot_walk(), len(cache.events)
+    cache.tree.evict(3)
+    cache.insert([1, 2, 3])
+    cache.tree.match([1, 2])
+    for event in filter(walk.follows, cache.events[known:]):
+        listener.apply(event)
+    assert sorted_events(listener.events()) == sorted_events(cache.tree.snapshot())
+    assert walk.piece(10, 1000) == [] and walk.is_done
 
 
 def test_the_page_size_is_checked():
