@@ -84,12 +84,15 @@ def test_those_that_nothing_went_on_from_are_evicted_first(new_cache: Callable):
 
 
 def test_a_lease_of_its_own_keeps_a_checkpoint_longer(new_cache: Callable):
+    """Those with one go after all others, in the same order."""
     cache = new_cache(16, 1, 3)
-    leased, other = cache.insert([1]).node, cache.insert([2]).node
-    lease = cache.tree.lease(leased)
-    assert cache.tree.evict_checkpoint() and [*cache.tree.checkpoints] == [leased] and other.parent is None
-    assert cache.tree.evict_checkpoint() and not cache.tree.checkpoints
-    cache.tree.end_lease(lease)
+    first, second, other = (cache.insert([token]).node for token in (1, 2, 3))
+    leases = [cache.tree.lease(node) for node in (first, second)]
+    for left in ([first, second], [second], []):
+        assert cache.tree.evict_checkpoint() and [*cache.tree.checkpoints] == left
+    assert other.parent is None and not cache.tree.evict_checkpoint()
+    for lease in leases:
+        cache.tree.end_lease(lease)
 
 
 @pytest.mark.parametrize(("tokens", "row"), [([1, 2], -1), ([], 0)])

@@ -1,5 +1,6 @@
 """The index over the trees of several replicas, against a set of prefixes for each."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -14,7 +15,7 @@ from radix.node import pack
 from radix.pages import PagePool
 from radix.snapshot import SnapshotWalk
 
-from .conftest import Listener, make_tree
+from .conftest import Listener, make_tree, sorted_events
 
 NUM_PAGES = 16
 PROMPTS = st.lists(st.integers(0, 1), max_size=16)
@@ -64,6 +65,21 @@ def test_a_dropped_cache_is_gone_at_once_and_its_nodes_little_by_little():
     index.drop(caches[1])
     index.tidy(100)
     assert index.num_nodes == 0 and found(index, [0, 1]) == [0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("cuts", itertools.permutations((1, 2, 3)))
+def test_a_dropped_path_goes_whole_in_whatever_order_it_was_split(cuts: tuple[int, ...]):
+    """Its nodes are taken out in that order, so that some lose their last holder before their children do."""
+    index, pool = PrefixIndex(1), PagePool(4, 1)
+    cache = index.add()
+    tree = make_tree(1, pool, None, cache.apply)
+    tree.insert([1, 2, 3, 4], pool.allocate(4))
+    for cut in cuts:
+        tree.match([1, 2, 3, 4][:cut])
+    assert index.num_nodes == 4
+    index.drop(cache)
+    index.tidy(4)
+    assert index.num_nodes == 0
 
 
 def with_events(*events: Event) -> IndexedCache:
@@ -122,6 +138,20 @@ def test_a_node_of_one_replica_may_be_many_of_the_index():
     one.apply(Removed(3))
     one.apply(Removed(2))
     assert found(index, long) == [0, 8, 0]
+
+
+def test_what_comes_again_and_is_split_during_a_snapshot_is_told_once(new_cache: Callable):
+    """By its events: the walk, which has still to come by there, has nothing to add."""
+    cache, listener = new_cache(3, 1), Listener(1)
+    cache.insert([1, 2, 3])
+    walk, known = cache.tree.snapshot_walk(), len(cache.events)
+    cache.tree.evict(3)
+    cache.insert([1, 2, 3])
+    cache.tree.match([1, 2])
+    for event in filter(walk.follows, cache.events[known:]):
+        listener.apply(event)
+    assert sorted_events(listener.events()) == sorted_events(cache.tree.snapshot())
+    assert walk.piece(10, 1000) == [] and walk.is_done
 
 
 def test_the_page_size_is_checked():

@@ -111,6 +111,33 @@ def test_a_leased_path_outlives_newer_ones(new_cache: Callable[[int, int], Cache
     assert (cache.tree.num_leased, len(leases)) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "seconds", "left"),
+    [
+        ("program", "other", 3, 1),
+        ("program", "other", 0, 1),
+        ("program", "missing", 0, 1),
+        ("program", "branch", 10, 1),
+        ("program", "branch", 0, 0),
+        ("another", "branch", 3, 0),
+    ],
+)
+def test_whoever_leases_renews_all_its_leases(
+    new_cache: Callable[[int, int], Cache], owner: str, name: str, seconds: float, left: int
+) -> None:
+    """Also by ending one, and by asking for the end of none. `left`: leases after 11 seconds, when one of 10 seconds is
+    there if it was renewed after two."""
+    cache = new_cache(4, 1)
+    leases = Leases(cache.tree, 4)
+    leases.grant("program", "branch", cache.insert([1]).node, 10, now_s=0)
+    leases.grant("program", "other", cache.insert([2]).node, 3, now_s=0)
+    leases.grant(owner, name, cache.insert([3]).node, seconds, now_s=2)
+    leases.expire(11)
+    assert len(leases) == left
+    leases.expire(12)
+    assert (len(leases), cache.tree.num_leased) == (0, 0)
+
+
 def test_a_branch_that_is_too_long_is_not_leased(new_cache: Callable[[int, int], Cache]) -> None:
     cache = new_cache(4, 1)
     leases = Leases(cache.tree, 2)

@@ -95,6 +95,18 @@ def test_evicts_the_least_recently_used_leaf_first(new_cache):
     assert [cache.tree.match([k, k]).num_tokens for k in (1, 2, 3)] == [2, 0, 2]
 
 
+def test_what_is_left_of_a_trimmed_leaf_was_used_when_the_leaf_was(new_cache):
+    """So an older leaf goes first, when it may go again."""
+    cache = new_cache(6, 1)
+    older = cache.insert([1, 1]).node
+    cache.insert([2, 2, 2, 2])
+    cache.tree.lock(older)
+    assert cache.tree.evict(1) == 1
+    cache.tree.unlock(older)
+    assert cache.tree.evict(2) == 2
+    assert [cache.tree.match([k] * 4).num_tokens for k in (1, 2)] == [0, 3]
+
+
 def test_children_go_before_their_parents(new_cache):
     cache = new_cache(6, 1)
     cache.insert([1, 2])

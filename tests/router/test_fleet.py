@@ -15,8 +15,10 @@ from radix.pages import PagePool
 from radix.snapshot import SnapshotWalk
 from radix.tree import Tree
 from router.errors import NoReplica
-from router.fleet import LENGTH_SAMPLES, Fleet
+from router.fleet import LENGTH_SAMPLES, PLACEMENTS, Fleet
+from router.known_replica import PACE_S
 from router.optimistic_prefixes import EXPIRES_S
+from router.placement import rank
 from router.programs import Home
 from worker.messages import CacheEvents, LengthSample, ReplicaLoad, decode_from_replica, encode
 
@@ -352,6 +354,28 @@ def test_a_newcomer_is_not_flooded(fleet):
     fleet.join("d")
     placed = [place("r", 100 + token, "abcd") for token in range(12)]
     assert 1 <= placed.count("d") <= 4
+
+
+def test_what_a_replica_was_given_fades_while_it_tells_nothing(clock, monkeypatch):
+    """Its tokens as its requests."""
+    seen = []
+
+    def noted(candidates, *others):
+        seen.append(candidates[0])
+        return rank(candidates, *others)
+
+    monkeypatch.setitem(PLACEMENTS, "cache_aware", noted)
+    fleet = Fleet("cache_aware", clock, turn=0)
+    fleet.join("a")
+    for second in range(2):
+        clock.now_s = second
+        fleet.apply_load("a", load(finished=10 * second, prompt_tokens=3000 * second, cached_tokens=1000 * second))
+    for second in (1, 1 + PACE_S, 1 + 9 * PACE_S):
+        clock.now_s = second
+        fleet.place("r", PROMPT, "a")
+    requests_s, tokens_s = ([candidate[name] for candidate in seen] for name in ("requests_s", "tokens_s"))
+    assert requests_s[0] == pytest.approx(10) and 0 < requests_s[1] < 2 and requests_s[2] < 0.01
+    assert tokens_s == pytest.approx([200 * pace for pace in requests_s])
 
 
 def test_round_robin_and_least_load(clock):

@@ -59,6 +59,16 @@ def test_a_wanted_copy_costs_no_more_than_one_that_is_there():
     assert order(loaded, Candidate(wanted_tokens=900)) == [1, 0]
 
 
+@pytest.mark.parametrize(("cached", "tokens"), [(0, 1), (0, 1000), (400, 1000), (999, 1000), (0, 9000), (1000, 1000)])
+def test_a_prompt_takes_its_missing_tokens_and_for_each_those_before_it(cached: int, tokens: int):
+    """As one that waits, of which the replica tells both."""
+    bare = Candidate(cached_tokens=cached, step_s=0, decode_s=0, context_s=0, token_s=1e-4, product_s=1e-6)
+    missing, products = tokens - cached, (tokens**2 - cached**2) / 2
+    ahead = replace(bare, waiting_tokens=missing, waiting_products=products)
+    costs = [cost_s(candidates_of([one]), np.array([cached]), tokens, Weights(0, 0, 0))[0] for one in (bare, ahead)]
+    assert costs == pytest.approx([missing * 1e-4 + products * 1e-6, 2 * costs[0]])
+
+
 def test_a_slow_replica_counts_as_what_it_is():
     slow = Candidate(step_s=1e-2, token_s=4.8e-5, product_s=2e-9, decode_s=2e-5, context_s=7e-8, full_s=0.046)
     assert order(slow, IDLE) == [1, 0]

@@ -8,6 +8,7 @@ from collections import defaultdict
 import numpy as np
 import torch
 
+from pipeline.shape import BatchShape
 from radix.checkpoints import CheckpointTree
 from radix.pages import PagePool
 from radix.tree import Tree
@@ -71,6 +72,7 @@ class Driver:
             self.land()
         else:
             assert 0 < step.plan.num_tokens <= self.config.token_budget
+            assert_counted(step)
             rows = self.executor.forward(step.plan).logits.argmax(1)
             self.land()
             self.flight = step, *self.sample(step, rows)
@@ -117,6 +119,12 @@ class Driver:
     def failure(self, request_id: str):
         assert self.reason(request_id) == "error"
         return self.outputs[request_id][-1].failure
+
+
+def assert_counted(step: ScheduledStep) -> None:
+    """A step's shape, by which its time is predicted, is that of its chunks."""
+    shape = BatchShape(zip(step.plan.starts.tolist(), step.plan.lengths.tolist(), strict=True))
+    assert all(getattr(step.shape, name) == getattr(shape, name) for name in BatchShape.__slots__)
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:

@@ -12,15 +12,27 @@ CHUNKS = [
     Chunk(3, 7, [PENDING], 2, [], 1),
     Chunk(0, 0, [5, 6, 7], 0, [9, 4], 0),
     Chunk(8, 16, [1], 4, [11], 1),
-    Chunk(2, 4, [2, 3], 1, [], 2),
+    Chunk(2, 4, [2, 3], 1, [12, 13], 2, 1),
 ]
+# Of chunks, by index: checkpoints, and adapters.
+CHECKPOINTS, ADAPTERS = [(1, 2, 7), (1, 3, 8), (3, 4, 9)], [(0, 1, 5), (2, 0, 6)]
+
+
+def rich_plan(step: int) -> Plan:
+    """Of `CHUNKS`, with all that a plan may have. A window page is numbered 100 more than the page."""
+    plan = Plan.from_chunks(step, CHUNKS)
+    plan.window_pages = plan.pages + np.int32(100)
+    plan.checkpoints, plan.adapters = (np.array(some, dtype=np.int32) for some in (CHECKPOINTS, ADAPTERS))
+    return plan
 
 
 def test_a_plan_is_the_same_on_every_rank():
-    plan = Plan.from_chunks(7_000_000_000, CHUNKS)
+    plan = rich_plan(7_000_000_000)
     assert plan.chunks == CHUNKS and len(plan) == 4 and plan.num_tokens == 7
     there = Plan.decode(plan.encode())
     assert there.chunks == CHUNKS and there.step == 7_000_000_000
+    assert there.window_pages.tolist() == [109, 104, 111, 112, 113]
+    assert (there.checkpoints.tolist(), there.adapters.tolist()) == ([*map(list, CHECKPOINTS)], [*map(list, ADAPTERS)])
     one = Plan.from_chunks(1, CHUNKS[:1])
     assert Plan.decode(one.encode()).chunks == CHUNKS[:1]
 
@@ -28,8 +40,12 @@ def test_a_plan_is_the_same_on_every_rank():
 @pytest.mark.parametrize("chosen", range(16))
 def test_chunks_are_left_out(chosen):
     mask = np.array([bool(chosen & 1 << i) for i in range(4)])
-    left = Plan.from_chunks(1, CHUNKS).only(mask)
+    left = rich_plan(1).only(mask)
     assert left.num_tokens == left.lengths.sum() and len(left) == mask.sum()
+    assert left.window_pages.tolist() == (left.pages + 100).tolist()
+    indices = np.flatnonzero(mask).tolist()
+    for pairs, whole in ((left.checkpoints, CHECKPOINTS), (left.adapters, ADAPTERS)):
+        assert [(indices[index], *rest) for index, *rest in pairs.tolist()] == [one for one in whole if mask[one[0]]]
     if chosen:
         assert left.chunks == [chunk for chunk, stays in zip(CHUNKS, mask, strict=True) if stays]
 

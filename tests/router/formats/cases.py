@@ -143,6 +143,8 @@ CASES: dict[str, list[Case]] = {
         ("unknown tool", qwen("f", ("a", "1")), [("f", {"a": "1"})]),
         ("unknown argument", qwen("weather", ("b", "1")), [("weather", {"b": "1"})]),
         ("cut in a value", "<tool_call>\n<function=weather>\n<parameter=city>\nOs", [("weather", '{"city": "Os', "open")]),
+        ("cut behind a line", "<tool_call>\n<function=weather>\n<parameter=city>\nOs\n", [("weather", '{"city": "Os\\n', "open")]),
+        ("cut behind an empty line", "<tool_call>\n<function=weather>\n<parameter=city>\n\n", [("weather", '{"city": "\\n', "open")]),
         ("cut in a number", "<tool_call>\n<function=weather>\n<parameter=days>\n1", [("weather", '{"days": 1', "open")]),
         ("cut in a tag", "<tool_call>\n<function=weather>\n<parameter=ci", [("weather", "", "open")]),
         ("cut in the name", "<tool_call>\n<function=wea", ["<tool_call>\n<function=wea"]),
@@ -370,6 +372,7 @@ CASES: dict[str, list[Case]] = {
         ("values", glm("types", ("object", '{"k": "v"}'), ("bool", "true"), ("any", "a\nb\n")), [("types", {"object": {"k": "v"}, "bool": True, "any": "a\nb\n"})]),
         ("no name", "<tool_call>I call it now</tool_call>", ["<tool_call>I call it now</tool_call>"]),
         ("cut", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Os", [("weather", '{"city": "Os', "open")]),
+        ("cut behind a line", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Os\n", [("weather", '{"city": "Os\\n', "open")]),
     ],
     "kimi_k2": [
         ("one call", "Yes. " + KIMI + kimi("functions.weather:0", '{"city": "Oslo", "days": 3}') + KIMI_END, ["Yes. ", ("weather", WEATHER)]),

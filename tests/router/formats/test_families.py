@@ -125,6 +125,9 @@ def test_an_instructed_model_calls_as_told() -> None:
         ({"allOf": [{"$ref": "#/$defs/Point"}]}, {"object"}),
         ({"$ref": "#/$defs/Missing"}, {"string"}),
         ({"$ref": "#/$defs/a~1b%20~0"}, {"integer"}),
+        ({"$ref": "#/$defs/~01"}, {"number"}),
+        ({"$ref": "#/$defs/~1"}, {"null"}),
+        ({"$ref": "#/$defs/~00"}, {"array"}),
         ({"$ref": "#/$defs/Either/anyOf/1"}, {"boolean"}),
         ({"$ref": "#/$defs/Either/anyOf/2"}, {"string"}),
         ({"$ref": "#"}, {"object"}),
@@ -140,7 +143,8 @@ def test_an_instructed_model_calls_as_told() -> None:
 )
 def test_types_of_a_parameter(schema: Any, types: set[str]) -> None:
     either = {"anyOf": [True, {"type": "boolean"}]}
-    known = {"Point": {"properties": {}}, "a/b ~": {"type": "integer"}, "Either": either}
+    escaped = {"a/b ~": {"type": "integer"}, "~1": {"type": "number"}, "/": {"type": "null"}, "~0": {"type": "array"}}
+    known = {"Point": {"properties": {}}, "Either": either, **escaped}
     parameters = {"properties": {"x": schema}, "$defs": known}
     assert value_types(parameters, "x") == types
     assert value_types(parameters, "y") == value_types({}, "x") == {"string"}
@@ -152,8 +156,14 @@ def test_types_of_a_parameter(schema: Any, types: set[str]) -> None:
         ("12", {"integer"}, "12"),
         (" 12\n", {"integer"}, "12"),
         ("1.0", {"integer"}, '"1.0"'),
+        ("1e5", {"integer"}, '"1e5"'),
+        ("-1E+2", {"integer"}, '"-1E+2"'),
+        ("1.5e1", {"integer"}, '"1.5e1"'),
+        ("-7", {"integer"}, "-7"),
         ("012", {"integer"}, '"012"'),
         ("1e5", {"number"}, "1e5"),
+        ("1e5", {"integer", "number"}, "1e5"),
+        ("-1.5E-2", {"number"}, "-1.5E-2"),
         ("1e999", {"number"}, '"1e999"'),
         ("NaN", {"number"}, '"NaN"'),
         ("TRUE", {"boolean"}, "true"),

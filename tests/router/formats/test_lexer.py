@@ -127,6 +127,9 @@ def test_random_answers(block: int) -> None:
         ("Yes.", False, ["Yes."]),
         ('Hm.</think>\n<tool_call>{"name": "f"}</tool_call>\n', True, [("thinking", "Hm."), ["f", "{}", ""]]),
         ("Say <think> or </think>.", False, ["Say <think> or </think>."]),
+        ("<think>Hm.</think><think>So.</think>Yes.", False, [("thinking", "Hm."), "<think>So.</think>Yes."]),
+        ("Hm.</think>\n<think>So.</think>Yes.", True, [("thinking", "Hm."), "<think>So.</think>Yes."]),
+        ('<tool_call>{"name": "f"}</tool_call><think>So.', False, [["f", "{}", ""], "<think>So."]),
     ],
 )
 def test_thinking(text: str, thinks: bool, expected: list[Any]) -> None:
@@ -139,6 +142,12 @@ def test_thinking_goes_on_after_what_only_looks_like_a_call() -> None:
         ("thinking", "Is <tool_call> right?"), ["f", "{}", ""], " So.",
     ]  # fmt: skip
     assert told(every_way(HERMES, text, thinks=True)) == [("thinking", text)]
+
+
+def test_thinking_begins_again_where_a_token_says_so() -> None:
+    text = "<think>Hm.</think><think>So.</think>Yes.<think>Or?</think>No."
+    thought = [("thinking", "Hm.So."), "Yes.", ("thinking", "Or?"), "No."]
+    assert told(every_way(TOKENS, text, marked(TOKENS, text))) == thought
 
 
 def test_without_calls_only_thinking_is_looked_for() -> None:

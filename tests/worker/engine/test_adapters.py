@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -67,6 +68,23 @@ def test_a_batch_of_adapters_and_the_base_cold_warm_and_preempted(case: Case, cr
         full = make(load, kv_tokens=80, token_budget=24)
         assert tokens(full, case) == case.wanted
         assert full.load().preemptions > 0
+
+
+def test_an_adapter_that_is_loaded_again_has_a_cache_of_its_own(case: Case, tmp_path: Path) -> None:
+    """Its name and its folder are the same, but not what is in the folder."""
+    prompt, (first, second) = case.batch[:1], case.adapters[1:3]
+    with checked_engines(case.base, page_size=4, kv_tokens=512, max_loras=2) as make:
+        engine, folder = make(load), tmp_path / "adapter"
+
+        def answer(version: str) -> tuple[list[int], bool]:
+            [done] = engine.generate(prompt, GREEDY, adapters=[Adapter("name", str(folder), version)])
+            return done.token_ids, bool(done.cached_tokens)
+
+        copytree(first.path, folder)
+        assert answer("1") == (case.wanted[1], False)
+        copytree(second.path, folder, dirs_exist_ok=True)
+        assert answer("2") == (case.wanted[2], False)
+        assert [answer("1"), answer("2")] == [(case.wanted[1], True), (case.wanted[2], True)]
 
 
 def test_more_adapters_than_slots_take_turns(case: Case) -> None:

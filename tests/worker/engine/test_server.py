@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zmq
 
+from radix.events import Saved, Stored
 from radix.index import PrefixIndex
 from tests.radix.conftest import Listener
 from worker.config import WorkerConfig
@@ -359,11 +360,12 @@ def test_wakes_when_a_grammar_is_there(serve):
     assert router.tokens("x") == s.parts.executor.generate([1, 2, 3], 5)
 
 
-def test_events_keep_an_index_exact(serve, monkeypatch):
+@pytest.mark.parametrize("num_checkpoints", [0, 6], ids=["", "checkpoints"])
+def test_events_keep_an_index_exact(serve, monkeypatch, num_checkpoints):
     """Routers that join early and late, and again, while the tree changes between the pieces of their snapshots."""
     monkeypatch.setattr(module, "PIECE_NODES", 2)
     monkeypatch.setattr(module, "EVENTS_A_MESSAGE", 3)
-    s = serve(num_pages=30)
+    s = serve(num_pages=30, num_checkpoints=num_checkpoints)
     early, late = s.router(), s.router()
     early.send(Subscribe())
     for i in range(20):
@@ -371,8 +373,9 @@ def test_events_keep_an_index_exact(serve, monkeypatch):
     early.until(lambda: early.finished("0"))
     late.send(Subscribe())
     early.until(lambda: early.finished(*map(str, range(20))))
-    early.generate("last", [7] * 20, max_tokens=40)
-    early.until(lambda: early.finished("last"))
+    for token in (7, 8, 9):  # one after the other, so that numbers go on from message to message
+        early.generate(f"last {token}", [token] * 20, max_tokens=40)
+        early.until(lambda token=token: early.finished(f"last {token}"))
     expected = listener = None
     for router in (early, late):
         router.send(Subscribe())  # whatever is on its way comes before the snapshot that this asks for
@@ -387,12 +390,23 @@ def test_events_keep_an_index_exact(serve, monkeypatch):
                 before, listener, indexed = listener, Listener(4), PrefixIndex(4).add()
             if message.piece is None:
                 assert message.first_seq == expected and len(message.events) <= 3
-            for event in message.events:
+            for event in message.changes():
                 listener.apply(event)
                 indexed.apply(event)
             expected = message.first_seq + (len(message.events) if message.piece is None else 0)
         assert before.prefixes() == listener.prefixes()
-        assert all(indexed.index.match(path)[0] == len(path) // 4 for path in listener.prefixes())
+        assert num_checkpoints == 0 or sorted(before.saved()) == sorted(listener.saved())
+        assert all(indexed.index.match(path)[0] == listener.continued(path) for path in listener.prefixes())
+
+
+@pytest.mark.parametrize("kinds", ["", "NN", "CC", "NC", "CN", "NCNNCC", "CNNCNC"])
+def test_changes_of_nodes_and_of_checkpoints_keep_their_order(kinds):
+    """Those of nodes (N) are counted, and those of checkpoints (C) not."""
+    make = {"N": lambda number: Stored(number, 0, b"page"), "C": Saved}
+    changes = [make[kind](number) for number, kind in enumerate(kinds)]
+    message = CacheEvents.of("one", 1, changes, 1)
+    assert len(message.events) == kinds.count("N")
+    assert list(decode_from_replica(encode(message)).changes()) == changes
 
 
 def snapshots(router: Router) -> list[list[CacheEvents]]:

@@ -250,6 +250,16 @@ def test_a_seed_gives_the_same_text_whatever_else_runs_and_after_a_move(extra):
     assert first + run(moved, 1, logits[8:], []) == expected
 
 
+def test_each_seed_gives_its_own_text_again():
+    """Zero, negative ones and the largest too."""
+    texts = []
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63), 2**64 - 2) * 2:
+        sampler = Sampler(1, VOCAB, "cpu")
+        sampler.add(0, free(seed=seed), [], [], EOS, None)
+        texts.append(tuple(run(sampler, 0, [torch.zeros(VOCAB)] * 10, [])))
+    assert texts[:6] == texts[6:] and len(set(texts)) == 6
+
+
 def test_without_a_seed_two_requests_differ():
     logits = torch.zeros(1, VOCAB)
     texts = set()
@@ -330,6 +340,55 @@ def test_a_repetition_penalty_lowers_positive_and_negative_logits():
     assert one(greedy(repetition_penalty=0.5), logits, output=[11]).token_id == 11
     logits[12], logits[13] = 3.0, 2.0
     assert one(greedy(repetition_penalty=2.0), logits, prompt=[12]).token_id == 13
+
+
+# ---------------------------------------------------------------- drafts
+
+
+def verify(sampler: Sampler, logits: torch.Tensor, drafts: list[int]) -> list[int]:
+    """What slot 0 gets in one step with drafts."""
+    sampled = sampler.launch(logits, np.zeros(len(logits), dtype=int), draft_ids=np.array([*drafts, -1])).result()
+    return [*sampled.token_ids.tolist(), *sampled.following.get(0, [])]
+
+
+@pytest.mark.parametrize("right", range(5))
+@pytest.mark.parametrize(
+    "p",
+    [
+        *(greedy(min_tokens=count) for count in range(9)),
+        greedy(frequency_penalty=0.5),
+        free(seed=0),
+        free(seed=0, min_tokens=4, top_p=0.9, presence_penalty=1.0),
+    ],
+)
+def test_drafts_change_no_token(p, right):
+    """A step with four drafts, the first so many of which are right, and steps of one token after it."""
+    logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(11))
+    logits[:, [EOS[0], 11]] += torch.tensor([7.0, 6.0])  # an end token wherever it may be
+    plain, drafted = Sampler(1, VOCAB, "cpu"), Sampler(1, VOCAB, "cpu")
+    for sampler in (plain, drafted):
+        sampler.add(0, p, [1, 2], [50], EOS, None)
+    expected = run(plain, 0, list(logits), [])
+    drafts = [*expected[:right], *((token + 1) % VOCAB for token in expected[right:4])]
+    got = verify(drafted, logits[:5], drafts)
+    assert got == expected[: right + 1]
+    assert got + run(drafted, 0, list(logits[right + 1 :]), []) == expected
+
+
+@pytest.mark.parametrize("p", [free(seed=0), greedy(min_tokens=3), greedy(frequency_penalty=0.5)])
+def test_drafts_do_not_count_for_the_next_owner_of_their_slot(p):
+    """Its sequence was aborted while they were verified."""
+    logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(11))
+    logits[:, EOS[0]] += 9.0
+    alone, sampler = Sampler(1, VOCAB, "cpu"), Sampler(1, VOCAB, "cpu")
+    sampler.add(0, greedy(), [], [], EOS, None)
+    drafts = np.array([*logits[:4].argmax(1).tolist(), -1])
+    pending = sampler.launch(logits[:5], np.zeros(5, dtype=int), draft_ids=drafts)
+    sampler.remove(0)
+    for each in (alone, sampler):
+        each.add(0, p, [1, 2], [], EOS, None)
+    assert len(pending.result().following[0]) == 4
+    assert run(sampler, 0, list(logits), []) == run(alone, 0, list(logits), [])
 
 
 # ---------------------------------------------------------------- grammars

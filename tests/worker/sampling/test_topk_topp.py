@@ -64,6 +64,27 @@ def is_at_an_edge(probs: np.ndarray, top_k: int, top_p: float, min_p: float, u: 
     return bool(np.abs(np.cumsum(kept) / kept.sum() - u).min() < 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("row", "kept"),
+    [
+        ((0, 1.0, 0.0), {0, 1, 2, 3}),
+        ((2, 0.5, 0.0), {0}),  # top-p first would keep two
+        ((3, 0.5, 0.6), {0, 1}),  # min-p before top-p would keep one
+        ((0, 0.5, 0.6), {0, 1}),
+        ((0, 0.8, 0.6), {0, 1}),
+        ((3, 1.0, 0.6), {0, 1}),
+        ((1, 0.9, 0.1), {0}),
+    ],
+)
+def test_top_k_applies_before_top_p_and_that_before_min_p(row: tuple[int, float, float], kept: set[int]):
+    uniforms = np.linspace(0, 0.99, 100)
+    probs = np.array([[0.4, 0.3, 0.2, 0.1]] * 100, dtype=np.float32)
+    top_k, top_p, min_p = (np.full(100, limit) for limit in row)
+    assert set(draw(probs, top_k, top_p, min_p, uniforms).tolist()) == kept
+    filters = filters_of([row] * 100, 4)
+    assert set(topk_topp.draw(torch.from_numpy(probs), filters, torch.from_numpy(uniforms)).tolist()) == kept
+
+
 def test_a_row_that_is_no_number_gets_some_token_and_harms_no_other():
     probs = torch.full((3, 700), 1 / 700)
     probs[1] = torch.nan

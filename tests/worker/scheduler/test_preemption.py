@@ -43,6 +43,17 @@ def test_preempts_the_lowest_priority(drive):
     assert d.tokens("low") == d.executor.generate(prompt(16, seed=1), 30)
 
 
+def test_who_gives_way_to_a_chunk_is_not_in_the_step(drive, crowded):
+    """Nor does its time count there, which the driver looks at in every step."""
+    d = drive(num_pages=4, token_budget=8)
+    d.add("early", prompt(9, seed=1), max_tokens=4)
+    d.add("late", prompt(4, seed=2), max_tokens=4)
+    chunks = [[(c.start, len(c.token_ids)) for c in plan.chunks] for plan in d.run()]
+    assert chunks[:3] == [[(0, 4), (0, 4)], [(4, 1), (4, 4)], [(8, 1)]], "the third has no decode of the late one"
+    assert d.scheduler.load().preemptions == 1
+    assert d.tokens("late") == d.executor.generate(prompt(4, seed=2), 4)
+
+
 def test_eviction_comes_before_preemption(drive):
     d = drive(num_pages=12)
     for i in range(10):
