@@ -6,6 +6,8 @@ STAMP  := $(VENV)/.installed
 # Tests on all cores: each process begins with a part of its own, so that a server or model that a module shares is
 # made once. With threads for all cores in each process, their products wait for each other, and take twice as long.
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
+# Rooms with tests that are run in part otherwise.
+NIGHTLY := tests/kernels tests/worker tests/server/test_call_grammars.py tests/shoal/test_engine.py
 # Where it is set, each of the many processes that tests start would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -28,7 +30,7 @@ test-bench: env model  ## the benchmarks from end to end; `make test` runs them 
 	$(BIN)/python -m tests.bench.passed --write
 
 nightly: env model  ## what CI runs a part of: all families in stages and on ranks, all modes with the real model
-	SHOAL_NIGHTLY=1 $(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu" tests/kernels tests/worker
+	SHOAL_NIGHTLY=1 $(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu" $(NIGHTLY)
 
 fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, 100,000 generated answers, and more
 	SHOAL_FUZZ=1000 SHOAL_FUZZ_ANSWERS=100000 $(BIN)/pytest tests/server/test_fuzz.py tests/router/formats/test_lexer.py

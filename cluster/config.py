@@ -41,8 +41,8 @@ class ReplicaConfig(WorkerConfig, ModelConfig):
     replicas: int = Field(
         2,
         ge=1,
-        description="copies of the model, each with its own KV cache; with max_replicas, those at the start, by default "
-        "as near to 2 as it and min_replicas allow",
+        description="copies of the model, each with its own KV cache; with max_replicas, those at the start, by "
+        "default as near to 2 as it and min_replicas allow",
     )
     max_replicas: int | None = Field(
         None,
