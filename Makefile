@@ -1,4 +1,6 @@
 # `make serve` and `make test` are all that a newcomer needs; both first make the environment in .venv.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -8,6 +10,8 @@ STAMP  := $(VENV)/.installed
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 # Rooms with tests that are run in part otherwise.
 NIGHTLY := tests/kernels tests/worker tests/server/test_call_grammars.py tests/shoal/test_engine.py
+# Of recipes that run beside each other: each line says which one it is of.
+SAYS = 2>&1 | sed --unbuffered 's/^/$@  /'
 # Where it is set, each of the many processes that tests start would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -19,7 +23,7 @@ serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 
 # Tests with Ray mostly wait. So the others run beside them, and give way to them.
 test: env lint check-docs model  ## everything that CI runs
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=line types computing serving
+	@$(MAKE) --no-print-directory --jobs 3 types computing serving
 	@$(BIN)/python -m tests.bench.passed || $(MAKE) --no-print-directory test-bench
 
 quick: env  ## the tests that are quick, for the inner loop: neither Ray nor real processes, models and GPUs
@@ -66,10 +70,10 @@ check-docs: env  ## the pages that are made from the code are as the code says
 	$(BIN)/python -m bench.results --check
 
 computing: env
-	nice -n 19 env $(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu"
+	nice -n 19 env $(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu" $(SAYS)
 
 serving: env
-	$(BIN)/pytest -m "(ray or gpu) and not bench"
+	$(BIN)/pytest -m "(ray or gpu) and not bench" $(SAYS)
 
 model: env
 	$(BIN)/shoal pull SmolLM2-135M-Instruct
