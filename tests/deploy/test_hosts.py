@@ -1,0 +1,44 @@
+"""Hosts are apart, lose their power and come back, and say what is left on them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.hosts import SUBNET, Network, missing, network
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Network:
+    if why := missing():
+        pytest.skip(why)
+    with network(tmp_path, ["one", "two"]) as made:
+        yield made
+
+
+def test_hosts_are_apart_and_reach_each_other(two: Network) -> None:
+    one, other = two.hosts
+    before = one.files()
+    assert two.ssh(one, "hostname; echo 1 > ~/mine; echo 2 > /tmp/mine; whoami").stdout.split()[0] == "one"
+    assert two.ssh(other, "ls ~/mine /tmp/mine", check=False).returncode != 0
+    assert one.files() - before == {"home/ops/mine"} and one.volatile() == {"/tmp/mine"} and not other.volatile()
+    listens = "import socket, time; s = socket.create_server(('', 4000)); time.sleep(600)"
+    two.ssh(one, f'setsid --fork python3 -c "{listens}" < /dev/null > /dev/null 2>&1')
+    reach = f"for i in $(seq 100); do (: < /dev/tcp/{SUBNET}.10/4000) 2> /dev/null && exit; sleep 0.1; done; exit 1"
+    two.ssh(other, reach)
+    assert one.ports() == {4000} and not other.ports()
+    assert [line for line in one.processes().values() if "create_server" in line] and not other.processes()
+
+
+def test_a_host_without_power_is_gone_and_comes_back_with_its_files(two: Network) -> None:
+    one, other = two.hosts
+    two.ssh(one, "echo kept > ~/kept; echo lost > /tmp/lost; setsid --fork sleep 600 < /dev/null > /dev/null 2>&1")
+    assert "sleep 600" in one.processes().values()
+    one.vanish()
+    assert not one.processes()
+    reach = f"timeout 2 bash -c ': < /dev/tcp/{one.address}/22'"
+    assert two.ssh(other, reach, check=False).returncode != 0
+    one.start()
+    assert two.ssh(one, "cat ~/kept; ls /tmp").stdout.split() == ["kept"]
+    assert not one.processes()
