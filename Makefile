@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 	@exec $(BIN)/shoal serve $(ARGS)
 
-# Tests with Ray mostly wait. So the others run beside them, and give way to them.
+# Tests with Ray mostly wait, so the others run beside them.
 test: env lint check-docs model  ## everything that CI runs
 	@$(MAKE) --no-print-directory --jobs 3 types computing serving
 	@$(BIN)/python -m tests.bench.passed || $(MAKE) --no-print-directory test-bench
@@ -70,7 +70,7 @@ check-docs: env  ## the pages that are made from the code are as the code says
 	$(BIN)/python -m bench.results --check
 
 computing: env
-	nice -n 19 env $(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu" $(SAYS)
+	$(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu" $(SAYS)
 
 serving: env
 	$(BIN)/pytest -m "(ray or gpu) and not bench" $(SAYS)

@@ -118,6 +118,8 @@ def test_a_server_answers_and_ends_without_a_trace(
         server.wait_for("Ctrl-C")
         answer = subprocess.run(f"{curl} --silent --fail", shell=True, capture_output=True, text=True, timeout=30)
         assert answer.returncode == 0, answer.stderr
+        ranks = [process for process in server.family() if "ray::Rank" in " ".join(process.cmdline())]
+        assert len(ranks) == 2 and {rank.nice() for rank in ranks} == {psutil.Process().nice()}
         assert '"chat.completion"' in answer.stdout
         assert httpx.get(f"{url}/ready").json()["models"] == {"tiny-llama": 1, "org/other": 1}
         cards = {card["id"]: card.get("max_model_len") for card in httpx.get(f"{url}/v1/models").json()["data"]}

@@ -108,6 +108,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_CACHE", str(cache))
+        patch.setenv("RAY_worker_niceness", "0")  # as `cluster.local` starts Ray: else they starve beside other tests
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **options})
         try:
             cluster.add_node(num_cpus=3, object_store_memory=80 << 20)
