@@ -130,7 +130,7 @@ def start(config: Config, folder: Path, grows: bool = False) -> None:
         _memory=MEMORY_BYTES,
         _temp_dir=str(folder),
         # Ray's measure of free memory is wrong on some machines: killing for memory is left to the kernel.
-        # Ray gives its workers the least share of a CPU (nice 15): beside any other load, replicas would starve.
+        # Ray's workers have a low priority (nice 15) by default, so replicas starve on a machine with other work.
         # Ray would start a process for each logical CPU in advance.
         _system_config={
             "memory_monitor_refresh_ms": 0,

@@ -34,6 +34,7 @@ def test_hosts_are_apart_and_reach_each_other(two: Network) -> None:
 def test_a_host_without_power_is_gone_and_comes_back_with_its_files(two: Network) -> None:
     one, other = two.hosts
     two.ssh(one, "echo kept > ~/kept; echo lost > /tmp/lost; setsid --fork sleep 600 < /dev/null > /dev/null 2>&1")
+    two.ssh(one, "until pgrep -x sleep; do sleep 0.05; done")
     assert "sleep 600" in one.processes().values()
     one.vanish()
     assert not one.processes()
