@@ -290,7 +290,7 @@ class Server:
     def _tell_all(self, message: Leaving | Farewell) -> None:
         """Tells the routers that know such messages. The others find out from Ray, or from the end of the process."""
         for router in self._listeners():
-            if self._protocols[router] >= 2:
+            if self._protocols.get(router, 0) >= 2:  # it may have been forgotten on the way
                 self._send(router, message)
 
     # ------------------------------------------------------------ in
@@ -401,20 +401,25 @@ class Server:
                 *(message.router or "(no name)", message.address or "(no address)", message.protocol, PROTOCOL),
             )
             return
-        self._protocols[router] = message.protocol
         self.engine.scheduler.lengths.begin_with(message.length_samples)
         message.length_samples = []
         self._send_events()  # these are in the tree already, where the walk begins
+        if router not in self._bookings:
+            return  # it has gone, and is forgotten
+        self._protocols[router] = message.protocol
         self._subscribers.discard(router)
         self._snapshots.pop(router, None)
         self._snapshots[router] = SnapshotInPieces(self.engine.walk())
         self._load_due = True
+        is_new_peer = bool(message.router) and router not in self._peers
+        if is_new_peer:
+            self._peers[router] = message
         if message.adapters:
             self._hears_adapters.add(router)
+        # All that is known of the router is written down: whoever of these does not reach it forgets all.
         if self._adapters and message.adapters:
             self._send(router, AdapterChange(list(self._adapters.values())))
-        if message.router and router not in self._peers:
-            self._peers[router] = message
+        if is_new_peer:
             self._tell_peers()
         if self._drain_until_s is not None and message.protocol >= 2:
             self._send(router, Leaving(max(0.0, self._drain_until_s - time.monotonic())))
@@ -459,8 +464,9 @@ class Server:
             load.refused_routers = self._refused_routers
             load.peers_seen = {peer.router: self._bookings[router] for router, peer in self._peers.items()}
             for router in listeners:
-                load.bookings_seen = self._bookings[router]
-                self._send(router, load)
+                if router in self._bookings:  # else forgotten on the way
+                    load.bookings_seen = self._bookings[router]
+                    self._send(router, load)
 
     def _listeners(self) -> list[bytes]:
         """The routers that have subscribed, with or without the whole snapshot."""

@@ -349,6 +349,32 @@ def test_a_router_that_goes_away_frees_its_pages(serve, monkeypatch, waits_for):
     steps.release(OPEN)
 
 
+@pytest.mark.parametrize("protocol", [1, PROTOCOL])
+@pytest.mark.parametrize("name", ["", "named"])
+def test_routers_that_left_before_they_were_heard_harm_nobody(serve, protocol, name):
+    """As after a long step, during which a router connected again and again."""
+    running = serve()
+    here = running.router()
+    here.send(Subscribe(router="here", address="tcp://127.0.0.1:1"))
+    here.until(lambda: here.loads)
+
+    def left(engine):
+        for number in range(3):
+            gone = Subscribe(protocol=protocol, router=name and f"{name} {number}", address="tcp://127.0.0.1:2")
+            running.server._handle(b"gone %d" % number, gone)
+
+    for _ in range(2):
+        running.server.at_rest(left)
+        told = len(here.loads)
+        here.until(lambda told=told: len(here.loads) > told)
+    here.generate("a", [1, 2, 3])
+    here.until(lambda: here.finished("a"))
+    known = running.server.at_rest(lambda engine: [*running.server._bookings, *running.server._listeners()])
+    assert not [router for router in known if router.startswith(b"gone")]
+    if name:
+        assert here.routers[-1].keys() == {"here"}
+
+
 def test_wakes_when_a_grammar_is_there(serve):
     s = serve()
     router = s.router()
