@@ -416,7 +416,7 @@ class Server:
             self._peers[router] = message
         if message.adapters:
             self._hears_adapters.add(router)
-        # All that is known of the router is written down: whoever of these does not reach it forgets all.
+        # All state of the router is recorded before the first send: a send that fails deletes all of it.
         if self._adapters and message.adapters:
             self._send(router, AdapterChange(list(self._adapters.values())))
         if is_new_peer:
