@@ -109,6 +109,7 @@ def routers(config: Config, replicas: Sequence[Application], node: str | None = 
         num_replicas=config.num_routers,
         ray_actor_options=actor,
         max_ongoing_requests=UNLIMITED,
+        max_queued_requests=1,  # while there is no router, Serve's own proxy refuses others: 503
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=HEALTH_ANSWER_S,
         max_surge_percent=1,  # one at a time, before one of another version goes

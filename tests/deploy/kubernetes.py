@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,16 @@ import yaml
 
 from tests.conftest import make_tiny_llama
 from tests.deploy.hosts import Host, Network, missing, network
-from tests.deploy.streams import Clients, Stream
+from tests.deploy.streams import IMAGE, Clients, Stream
 
 ROOT = Path(__file__).parents[2]
-IMAGE = Path(__file__).parent / "image"
 WAIT_S = 120.0
 PROMPT = "streams that last"
 CPUS = 3
 # A step's time: twenty tokens a second, as of a large model; with longer streams the context has to suffice.
 STEP_S = 0.05
 CONTEXT = 4000
+STREAM_S = 80.0  # longer than any drain, and than a HAProxy of before a change would live if it were stopped
 
 
 @dataclass
@@ -210,16 +210,14 @@ class Rehearsal:
             found = [self.actors(name) for name in ("Replica", "Router")]
             if [len(each) for each in found] != [replicas, routers] or but & {*found[0], *found[1]}:
                 return False
-            known = {self._short(router) for router in found[1]}
-            return all(self.sessions(host.address).keys() == known for host in self.living())
+            # Serve's proxies are on the head, and where there is anything else of it.
+            addresses = {self.net.hosts[0].address, *found[0].values(), *found[1].values()}
+            return all(self.sessions(address).keys() == found[1].keys() for address in addresses)
 
         until(there, f"{replicas} replicas and {routers} routers")
 
     def living(self) -> list[Host]:
         return [host for host in self.net.hosts if host.name in self.pods and host.process is not None]
-
-    def _short(self, router: str) -> str:
-        return router
 
     def sessions(self, address: str) -> dict[str, int]:
         """Requests that this host's HAProxy has at each router that it knows, by the router's id."""
@@ -227,6 +225,13 @@ class Rehearsal:
         rows = [row for row in csv.DictReader(io.StringIO(page)) if row["pxname"] == "http-shoal"]
         mine = [row for row in rows if row["svname"].startswith("SERVE_REPLICA")]
         return {row["svname"].rsplit("-", 1)[1]: int(row["scur"]) for row in mine}
+
+    def status(self, entry: Host, path: str) -> str:
+        """The status of an answer to GET, or why there is none."""
+        try:
+            return str(self.clients.call("GET", f"http://{entry.address}:8000{path}").status_code)
+        except httpx.HTTPError as error:
+            return repr(error)
 
     def begin(self, entry: Host, tokens: int | None = None) -> Stream:
         """Starts a stream by this host's HAProxy, and finds out which router answers."""
@@ -270,10 +275,19 @@ class Figures:
     haproxy_mb: float = 0.0
     pre_stop_rc: list[int] = field(default_factory=list)
     pre_stop_s: list[float] = field(default_factory=list)
-    without_worker: dict[str, int] = field(default_factory=dict)
+    without_worker: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    tell: Callable[[str], None] = field(default=print, repr=False)
+
+    def failed(self, what: str) -> None:
+        self.failures.append(what)
+        self.tell(what)
+
+    def json(self) -> str:
+        told = {name: value for name, value in vars(self).items() if name != "tell"}
+        return json.dumps(told, indent=2)
 
 
 @contextlib.contextmanager
@@ -293,7 +307,7 @@ def asking(rehearsal: Rehearsal, entry: Host, figures: Figures) -> Iterator[None
                 how = repr(error)
             if how:
                 figures.failed_short_requests += 1
-                figures.failures.append(f"short, at {time.monotonic() - rehearsal.began:.1f} s: {how}")
+                figures.failed(f"short, at {time.monotonic() - rehearsal.began:.1f} s: {how}")
 
     asked = rehearsal.clients.submit(ask)
     try:
@@ -305,7 +319,7 @@ def asking(rehearsal: Rehearsal, entry: Host, figures: Figures) -> Iterator[None
 
 def rehearse(r: Rehearsal) -> Figures:
     """Every change, under streams."""
-    figures = Figures()
+    figures = Figures(tell=r.say)
     head, one, two = r.net.hosts
     before = {host.name: (host.files(), set(host.ports())) for host in r.net.hosts}
     rendered = render(r.values(2, 1))
@@ -365,14 +379,11 @@ def rehearse(r: Rehearsal) -> Figures:
     for stream in drained:
         if stream not in lost and not stream.is_whole(text) and stream.error is None:
             figures.silent_ends += 1
-            figures.failures.append(f"silent: {stream.told()}")
+            figures.failed(f"silent: {stream.told()}")
 
     # helm uninstall
     stop(r, figures, "two")
-    url = f"http://{head.address}:8000"
-    figures.without_worker = {
-        path: r.clients.call("GET", f"{url}{path}").status_code for path in ("/v1/models", "/ready", "/-/healthz")
-    }
+    figures.without_worker = {path: r.status(head, path) for path in ("/v1/models", "/ready", "/-/healthz")}
     r.pods["head"].terminate()
     for host in r.net.hosts:
         files, ports = before[host.name]
@@ -399,7 +410,7 @@ def count(figures: Figures, streams: list[Stream], text: str) -> None:
     for stream in streams:
         if not stream.is_whole(text):
             figures.failed_requests += 1
-            figures.failures.append(stream.told())
+            figures.failed(stream.told())
         figures.longest_gap_s = round(max(figures.longest_gap_s, stream.gap_s), 2)
 
 
@@ -450,7 +461,7 @@ def main() -> int:
         parser.error(why)
     with tempfile.TemporaryDirectory() as folder:
         figures = rehearsed(Path(folder), args.stream_s, args.drain_s)
-    text = json.dumps(asdict(figures), indent=2)
+    text = figures.json()
     print(text)
     if args.out is not None:
         args.out.write_text(text + "\n")

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
 Result = TypeVar("Result")
 
+IMAGE = Path(__file__).parent / "image"  # on PYTHONPATH, steps take SHOAL_STEP_S seconds
 SILENCE_S = 120.0  # after which a client gives up
 
 
