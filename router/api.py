@@ -125,7 +125,7 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
             expose_headers=[request_id.HEADER, "Retry-After", "request-id", *RATE_LIMIT_HEADERS],
             max_age=PREFLIGHT_S,
         )
-    app.add_middleware(Observed, metrics=models.metrics, ending=models.ending, answers_id=answers_id)
+    app.add_middleware(Observed, metrics=models.metrics, shutdown=models.shutdown, answers_id=answers_id)
     _document(app, models, keys)
     return app
 
@@ -319,7 +319,7 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
         that is down, a load balancer would take out all others. 503 also once the router is being taken away."""
         found = reached()
         answers = any(service.answers for service in models.services) or bool(models.upstreams)
-        is_ready = answers and not models.leaving and not models.ending.has_come
+        is_ready = answers and not models.leaving and not models.shutdown.has_come
         return _json(Health("ok" if is_ready else "not ready", sum(found.values()), found), 200 if is_ready else 503)
 
     @routes.get("/version", responses=openapi.answers(Version))

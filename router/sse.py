@@ -9,9 +9,9 @@ import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.ending import Ending
 from router.errors import ApiError, internal
 from router.protocols.dialects import error_event, error_response
+from router.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -38,19 +38,19 @@ def named_event(name: str, data: msgspec.Struct) -> bytes:
 
 async def unless_gone(scope: Scope, receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """Returns the result of `work`. If the client disconnects first, cancels `work` at once and raises ClientGone; if
-    the `Ending` of the request's state comes first, ApiError (503)."""
-    ending: Ending | None = scope.get("state", {}).get("ending")
-    if ending is not None and ending.has_come:
+    the `Shutdown` of the request's state comes first, ApiError (503)."""
+    shutdown: Shutdown | None = scope.get("state", {}).get("shutdown")
+    if shutdown is not None and shutdown.has_come:
         work.close()
-        raise ending.error()
+        raise shutdown.error()
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
-    if ending is not None:
-        ending.watch(watch)
+    if shutdown is not None:
+        shutdown.watch(watch)
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ending.error() if ending is not None and ending.has_come else ClientGone
+            raise shutdown.error() if shutdown is not None and shutdown.has_come else ClientGone
         return task.result()
     finally:
         task.cancel()

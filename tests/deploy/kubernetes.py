@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import csv
 import io
+import itertools
 import json
 import secrets
 import shlex
@@ -35,7 +36,9 @@ from tests.deploy.streams import IMAGE, Clients, Stream
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
 PROMPT = "streams that last"
+# Of a worker. Two replicas and two routers need both workers; one replica and three routers fit on one.
 CPUS = 3
+CPUS_OF = {"cpus_per_rank": 1.2, "cpus_per_router": 0.4}
 # A step's time: twenty tokens a second, as of a large model; with longer streams the context has to suffice.
 STEP_S = 0.05
 CONTEXT = 4000
@@ -129,7 +132,7 @@ class Rehearsal:
     # ------------------------------------------------------------ KubeRay's part
 
     def values(self, replicas: int, routers: int, **config: Any) -> dict[str, Any]:
-        own = {"drain_s": self.drain_s, "kv_tokens": 32768, "cpu_threads": 1, "cpus_per_router": 0.4}
+        own = {"drain_s": self.drain_s, "kv_tokens": 32768, "cpu_threads": 1} | CPUS_OF
         return {
             "model": str(self.model),
             "replicas": replicas,
@@ -210,14 +213,18 @@ class Rehearsal:
             found = [self.actors(name) for name in ("Replica", "Router")]
             if [len(each) for each in found] != [replicas, routers] or but & {*found[0], *found[1]}:
                 return False
-            # Serve's proxies are on the head, and where there is anything else of it.
-            addresses = {self.net.hosts[0].address, *found[0].values(), *found[1].values()}
-            return all(self.sessions(address).keys() == found[1].keys() for address in addresses)
+            return all(self.sessions(host.address).keys() == found[1].keys() for host in self.entries())
 
         until(there, f"{replicas} replicas and {routers} routers")
 
-    def living(self) -> list[Host]:
-        return [host for host in self.net.hosts if host.name in self.pods and host.process is not None]
+    def entries(self) -> list[Host]:
+        """Where Serve has HAProxies: on the head, and where there is anything else of it."""
+        used = {self.net.hosts[0].address, *self.actors("Replica").values(), *self.actors("Router").values()}
+        return [host for host in self.net.hosts if host.address in used]
+
+    def begin_on_all(self, count: int) -> list[Stream]:
+        """Starts streams by all HAProxies in turn."""
+        return [self.begin(host) for host in itertools.islice(itertools.cycle(self.entries()), count)]
 
     def sessions(self, address: str) -> dict[str, int]:
         """Requests that this host's HAProxy has at each router that it knows, by the router's id."""
@@ -330,12 +337,12 @@ def rehearse(r: Rehearsal) -> Figures:
     r.say("deployed")
 
     with asking(r, head, figures):
-        kept, streams = set(r.actors("Replica")), [r.begin(host) for host in (head, head, one, two)]
+        kept, streams = set(r.actors("Replica")), r.begin_on_all(4)
         r.deploy(render(r.values(4, 2)))
         r.until_there_are(4, 2)
         figures.reloaded_replicas += len(kept - set(r.actors("Replica")))
         r.say("replicas 2 to 4, routers 1 to 2")
-        kept, streams = set(r.actors("Replica")), [*streams, *(r.begin(host) for host in (head, head, one, two))]
+        kept, streams = set(r.actors("Replica")), [*streams, *r.begin_on_all(4)]
         r.deploy(render(r.values(1, 1)))
         r.until_there_are(1, 1)
         figures.reloaded_replicas += len(set(r.actors("Replica")) - kept)
@@ -351,8 +358,12 @@ def rehearse(r: Rehearsal) -> Figures:
     count(figures, streams, text)
 
     # The pod of one host is lost, and KubeRay makes another in its place.
-    streams = [r.begin(host) for host in (head, head, one, two)]
+    streams = r.begin_on_all(6)
     taken = {"Router": r.actors("Router"), "Replica": r.actors("Replica")}
+    # One with a replica, while the other has a router.
+    if two.address not in taken["Replica"].values() or one.address not in taken["Router"].values():
+        one, two = two, one
+    assert two.address in taken["Replica"].values() and one.address in taken["Router"].values()
     two.vanish()
     r.say("a host is lost")
     lost = [s for s in streams if two.address in (s.entry, taken["Router"].get(s.router))]
@@ -361,17 +372,18 @@ def rehearse(r: Rehearsal) -> Figures:
     gone = {each for found in taken.values() for each, address in found.items() if address == two.address}
     r.until_there_are(2, 2, but=gone)
     r.say("as many as before")
-    r.deploy(render(r.values(2, 3, max_prompts=255)))
-    r.until_there_are(2, 3)
-    r.say("routers 2 to 3")
+    r.deploy(render(r.values(1, 3, max_prompts=255)))
+    r.until_there_are(1, 3)
+    r.say("replicas 2 to 1, routers 2 to 3")
 
-    # The other pod is drained.
+    # The pod with the replica is drained.
+    one, two = (one, two) if one.address in r.actors("Replica").values() else (two, one)
     more = [r.begin(head) for _ in range(4)]
     routers = r.actors("Router")
     drained = [s for s in [*streams, *more] if one.address in (s.entry, routers.get(s.router, one.address))]
     with asking(r, head, figures):
-        stop(r, figures, "one")
-        r.until_there_are(2, 3)
+        stop(r, figures, one.name)
+        r.until_there_are(1, 3)
         r.say("a drained pod has ended")
     r.end([*streams, *more])
     stayed = [s for s in [*streams, *more] if s not in lost and s not in drained]
@@ -382,7 +394,7 @@ def rehearse(r: Rehearsal) -> Figures:
             figures.failed(f"silent: {stream.told()}")
 
     # helm uninstall
-    stop(r, figures, "two")
+    stop(r, figures, two.name)
     figures.without_worker = {path: r.status(head, path) for path in ("/v1/models", "/ready", "/-/healthz")}
     r.pods["head"].terminate()
     for host in r.net.hosts:
@@ -416,7 +428,7 @@ def count(figures: Figures, streams: list[Stream], text: str) -> None:
 
 def look(r: Rehearsal, figures: Figures) -> None:
     """How many HAProxies there are in a pod, and what they hold."""
-    for host in r.living():
+    for host in r.entries():
         running = [process for process, line in host.processes().items() if "haproxy -" in line]
         figures.haproxies = max(figures.haproxies, len(running))
         sizes = [int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096 / 1e6 for process in running]
@@ -432,7 +444,7 @@ def undisturbed(model: Path, tokens: int) -> str:
     from worker.messages import SamplingParams
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    settings = {"model": str(model), "device": "cpu", "kv_tokens": 8192, "cpu_threads": 1}
+    settings: dict[str, Any] = {"model": str(model), "device": "cpu", "kv_tokens": 8192, "cpu_threads": 1}
     with contextlib.closing(Engine(model, Config(**settings))) as alone:
         asked = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         (found,) = alone.generate([tokenizer.encode(PROMPT).ids], asked)

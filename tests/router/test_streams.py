@@ -17,7 +17,7 @@ import pytest
 from router import replica_connection as connections
 from router import service
 from router.config import RouterConfig
-from router.ending import Ending
+from router.shutdown import Shutdown
 from router.sse import Emit, EventStream
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, Outputs, SamplingParams
@@ -374,8 +374,8 @@ def test_the_end_of_a_router_is_an_error_in_each_answer() -> None:
     """Of those that go on, and of those that come later."""
 
     async def run() -> None:
-        ending = Ending()
-        scope = {"type": "http", "path": "/v1/completions", "state": {"ending": ending}}
+        shutdown = Shutdown()
+        scope = {"type": "http", "path": "/v1/completions", "state": {"shutdown": shutdown}}
 
         async def receive() -> Any:
             await asyncio.Event().wait()
@@ -397,7 +397,7 @@ def test_the_end_of_a_router_is_an_error_in_each_answer() -> None:
         begun = asyncio.Event()
         going = asyncio.ensure_future(answer())
         await begun.wait()
-        ending.come()
+        shutdown.come()
         head, first, error, last = await going
         assert head["status"] == 200 and first["body"] == b"x" and last["more_body"] is False
         assert json.loads(error["body"].removeprefix(b"data: "))["error"]["code"] == "server_ends"

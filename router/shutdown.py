@@ -5,7 +5,7 @@ import asyncio
 from router.errors import ApiError
 
 
-class Ending:
+class Shutdown:
     """Ends answers, each with an error that its client can act on. For use in the event loop that serves.
 
     | attribute | meaning |
