@@ -179,7 +179,7 @@ class _Router:
             if not deployment.max_replicas:
                 sizes[name] = service.metrics.wanted.set
         self._models = open_models(config, services, metrics, keys)
-        self._watching = watch(sizes, ROUTER, config.drain_s, self._models.shutdown.come)
+        self._watching = watch(sizes, config.drain_s, self._models.shutdown.come)
         self._living = end_if_stuck()
         self._teller: Teller | None = None
         if autoscaler is not None:

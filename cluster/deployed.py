@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
@@ -11,6 +12,7 @@ from ray.exceptions import RayError
 from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
 
 APP = "shoal"  # the application's name in Serve
 # Between two looks of `watch`. Serve's controller takes some milliseconds to answer, and each router asks.
@@ -32,10 +34,19 @@ def scale(deployment: str, number: int) -> None:
 
 def targets() -> dict[str, int]:
     """How many replicas Serve should keep of each deployment. Raises KeyError if the application is not there."""
+    return _targets(details())
+
+
+def details() -> dict[str, Any]:
+    """What Serve's REST API tells of the application. Raises KeyError if it is not there."""
     client = _get_global_client()
     assert client is not None, "Serve runs"
-    deployments = client.get_serve_details()["applications"][APP]["deployments"]
-    return {name: deployment["target_num_replicas"] for name, deployment in deployments.items()}
+    found: dict[str, Any] = client.get_serve_details()["applications"][APP]
+    return found
+
+
+def _targets(application: Mapping[str, Any]) -> dict[str, int]:
+    return {name: deployment["target_num_replicas"] for name, deployment in application["deployments"].items()}
 
 
 def node_s() -> float | None:
@@ -45,31 +56,28 @@ def node_s() -> float | None:
     return None if deadline_ms is None else deadline_ms / 1000 - time.time()
 
 
-def watch(
-    told: Mapping[str, Callable[[int], None]], ingress: str, drain_s: float, end: Callable[[], None]
-) -> asyncio.Task[None]:
+def watch(told: Mapping[str, Callable[[int], None]], drain_s: float, end: Callable[[], None]) -> asyncio.Task[None]:
     """Looks soon, and every `WATCH_S`, in this event loop, until the task is cancelled.
 
     Calls `told`, by the names of deployments, with how many replicas Serve should keep of each. What Serve pushes to
     its handles is the number of the deployed configuration, which `scale` does not change.
 
-    Calls `end` once, when no stream may go on here: `drain_s` after Serve was told to keep none of the deployment
-    `ingress`, so that the whole server ends; or `GOODBYE_S` before this machine goes.
+    Calls `end` once, when no stream may go on here: `drain_s` after Serve was told to delete the application, so that
+    the whole server ends; or `GOODBYE_S` before this machine goes.
     """
-    return asyncio.create_task(_watch(told, ingress, drain_s, end))
+    return asyncio.create_task(_watch(told, drain_s, end))
 
 
-async def _watch(
-    told: Mapping[str, Callable[[int], None]], ingress: str, drain_s: float, end: Callable[[], None]
-) -> None:
+async def _watch(told: Mapping[str, Callable[[int], None]], drain_s: float, end: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
     while True:
         left_s = None
         with contextlib.suppress(RayError, RayServeException, KeyError):  # Serve starts again
-            numbers = await asyncio.to_thread(targets)
-            if numbers[ingress] == 0:
+            application = await asyncio.to_thread(details)
+            if application["status"] == ApplicationStatus.DELETING:
                 left_s = drain_s
+            numbers = _targets(application)
             for name, tell in told.items():
                 tell(numbers[name])
         with contextlib.suppress(RayError):

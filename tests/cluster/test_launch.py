@@ -192,8 +192,8 @@ class Load:
 def test_replicas_and_routers_come_and_go_under_load_and_no_request_fails(
     tiny_model: Path, tmp_path: Path, free_port: int
 ) -> None:
-    """As a followed file says. Streams longer than `drain_s` have their ends. When the server ends by SIGTERM, a short one
-    has its end, and a long one an error."""
+    """As a followed file says, and streams longer than `drain_s` have their ends. When the server ends by SIGTERM, a
+    short one has its end, and a long one an error."""
     path, url = tmp_path / "shoal.yaml", f"http://127.0.0.1:{free_port}"
 
     def write(number: int, **more: Any) -> None:

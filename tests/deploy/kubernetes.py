@@ -121,6 +121,7 @@ class Rehearsal:
         self.step_s = max(STEP_S, self.stream_s / CONTEXT)
         self.clients = Clients(self.net.enter, PROMPT)
         self.began = time.monotonic()
+        self.quiet = threading.Lock()  # held while something that HAProxies count goes on
 
     @property
     def tokens(self) -> int:
@@ -242,10 +243,11 @@ class Rehearsal:
 
     def begin(self, entry: Host, tokens: int | None = None) -> Stream:
         """Starts a stream by this host's HAProxy, and finds out which router answers."""
-        before = self.sessions(entry.address)
-        stream = self.clients.begin(entry.address, tokens or self.tokens)
-        after = self.sessions(entry.address)
-        (stream.router,) = [router for router, count in after.items() if count > before.get(router, 0)] or ["?"]
+        with self.quiet:
+            before = self.sessions(entry.address)
+            stream = self.clients.begin(entry.address, tokens or self.tokens)
+            after = self.sessions(entry.address)
+        (stream.router,) = [router for router, count in after.items() if count > before.get(router, 0)]
         return stream
 
     def end(self, streams: list[Stream]) -> None:
@@ -308,7 +310,8 @@ def asking(rehearsal: Rehearsal, entry: Host, figures: Figures) -> Iterator[None
             figures.short_requests += 1
             try:
                 url = f"http://{entry.address}:8000/v1/completions"
-                answer = httpx.post(url, json=body, timeout=WAIT_S)
+                with rehearsal.quiet:
+                    answer = httpx.post(url, json=body, timeout=WAIT_S)
                 how = "" if answer.status_code == 200 else f"{answer.status_code} {answer.text[:200]}"
             except httpx.HTTPError as error:
                 how = repr(error)
