@@ -27,8 +27,9 @@ from ray.serve.schema import LoggingConfig
 from cluster import log_lines
 from cluster.autoscaler import Autoscaler, Teller
 from cluster.config import Config, DeploymentConfig, load, upstream_keys
-from cluster.deployed import APP, watch_targets
+from cluster.deployed import APP, STREAMS_S, watch
 from cluster.followed_config import unscaled, unscaled_deployment
+from cluster.hang import end_if_stuck
 from cluster.joined import NODE_SHARE
 from cluster.models import resolve
 from cluster.replica import CONTROL_CPUS, STOP_S, Replica, bundles
@@ -43,9 +44,6 @@ from worker.folders import cache_folder
 
 ROUTER = "Router"  # the name of the routers' deployment
 UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
-# How long a router behind Serve's HAProxy answers new requests once it is taken away, until every HAProxy knows: Ray's
-# RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S.
-DEREGISTER_S = 30.0
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
 )
@@ -141,12 +139,12 @@ def _routers(
         num_replicas=config.num_routers,
         ray_actor_options=actor,
         max_ongoing_requests=UNLIMITED,
-        # A new version comes before the old one goes: both listen on the port meanwhile.
-        max_surge_percent=0 if node is None else 100,
+        max_queued_requests=1,  # while there is no router, Serve's own proxy refuses others: 503
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=HEALTH_ANSWER_S,
+        max_surge_percent=1,  # one at a time, before one of another version goes
         graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=config.drain_s + STOP_S + (DEREGISTER_S if node is None else 0.0),
+        graceful_shutdown_timeout_s=STREAMS_S,
     )(Router if node is None else ListeningRouter).bind(
         unscaled(config), upstream_keys(config), *replicas, autoscaler=autoscaler, others=list(others)
     )
@@ -217,7 +215,8 @@ class _Router:
             if not deployment.max_replicas:
                 sizes[name] = service.metrics.wanted.set
         self._models = open_models(config, services, metrics, keys)
-        self._watching = watch_targets(sizes)
+        self._watching = watch(sizes, config.drain_s, self._models.shutdown.come)
+        self._living = end_if_stuck()
         self._teller: Teller | None = None
         if autoscaler is not None:
             demands = {config.deployment_name(each): services[each.name].demand for each in config.deployments}
@@ -269,7 +268,7 @@ class ListeningRouter(_Router):
         others: Sequence[DeploymentHandle] = (),
     ) -> None:
         super().__init__(config, keys, *handles, autoscaler=autoscaler)
-        self._listener = Listener(create_app(self._models), config.host, config.port, config.drain_s, config)
+        self._listener = Listener(create_app(self._models), config.host, config.port, config)
         await self._models.start()
         await self._listener.start()
 
@@ -286,4 +285,5 @@ class ListeningRouter(_Router):
         if self._teller is not None:
             await self._teller.close()
         self._watching.cancel()
+        self._living.cancel()
         await self._models.close()

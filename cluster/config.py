@@ -212,10 +212,11 @@ class Config(ReplicaConfig, RouterConfig):
     drain_s: float = Field(
         120.0,
         ge=0,
-        description="seconds that streams may go on at a replica or a router that is taken away. After that, those of "
-        "a replica go on at another one, which computes their tokens again, and those of a router are cut off. In two "
-        "minutes, 4,000 tokens come at 33 tokens a second; some clouds give as much notice of a machine that they take "
-        "back",
+        description="seconds that streams may go on at a replica that is taken away; then they go on at another one, "
+        "which computes their tokens again. When the whole server ends, streams have as long at the routers, and then "
+        "end with the error server_ends. A router that only a change takes away has no limit: its streams end by "
+        "themselves. In two minutes, 4,000 tokens come at 33 tokens a second; some clouds give as much notice of a "
+        "machine that they take back",
     )
 
     log_format: LogFormat = Field(
