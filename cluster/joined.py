@@ -54,7 +54,7 @@ class NoRoom(RuntimeError):
 
 
 class Deployed(msgspec.Struct):
-    """What was deployed. `build`: a digest of the code. `settings`: a digest of each setting but the numbers, by name.
+    """A server as it was deployed. `build`: a digest of the code. `settings`: a digest of each setting but the numbers, by name.
     `devices`: cpu or cuda, by the model's name. `has_serve`: whether Ray Serve was started for it."""
 
     build: str
@@ -79,7 +79,7 @@ class Deployed(msgspec.Struct):
 
 
 def deployed() -> Deployed | None:
-    """What was deployed; None if nothing was, or not by `shoal serve`."""
+    """Returns what was deployed; None if nothing was, or not by `shoal serve`."""
     found = _internal_kv_get(KEEPER, namespace=NAMESPACE.encode())
     return None if found is None else msgspec.json.decode(found, type=Deployed)
 
@@ -140,7 +140,7 @@ def keep() -> Any:
 
 
 def reserve(numbers: Mapping[str, int], cpus: float) -> list[str]:
-    """Reserves the CPUs of routers, so many on each machine (by its address in Ray), and gives back what is reserved
+    """Reserves the CPUs of these numbers of routers, by the machine's address in Ray, and gives back what is reserved
     beyond that. A machine that is not there yet gets them once it is; returns the addresses of such machines. Raises
     NoRoom, after which the same is reserved as before."""
     have = _reserved()

@@ -188,7 +188,46 @@ def _kill_children() -> bool:
     return bool(children)
 
 
+def servers() -> dict[int, Path]:
+    """The servers of this user with a Ray of their own: the process of each `shoal serve`, which may have been killed,
+    to the folder of its Ray."""
+    return {pid: folder for pid, folder in _folders().items() if is_serve(pid) or _left(folder)}
+
+
+def is_serve(pid: int) -> bool:
+    """Whether a process is Shoal's: the numbers of processes come back."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any("shoal" in word for word in psutil.Process(pid).cmdline())
+    return False
+
+
+def _folders() -> dict[int, Path]:
+    mine = (folder for folder in Path("/tmp").glob(f"{PREFIX}*") if folder.stat().st_uid == os.getuid())
+    return {int(folder.name.removeprefix(PREFIX).split("-")[0]): folder for folder in mine}
+
+
+def kill_left(folder: Path) -> None:
+    """Kills what a killed `shoal serve` has left: the Ray in a folder, and all that Ray has started."""
+    while left := _left(folder):
+        family = {child for process in left for child in process.children(recursive=True)} | set(left)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(list(family), timeout=END_S)
+
+
+def _left(folder: Path) -> list[psutil.Process]:
+    """The processes that name a folder of Ray in their command lines."""
+    return [process for process in psutil.process_iter(["cmdline"]) if _names(process.info["cmdline"], folder)]
+
+
+def _names(command: list[str] | None, folder: Path) -> bool:
+    return any(str(folder) in word for word in command or ())
+
+
 def _sweep() -> None:
-    for folder in Path("/tmp").glob(f"{PREFIX}*"):
-        if not psutil.pid_exists(int(folder.name.removeprefix(PREFIX).split("-")[0])):
+    """Removes the folders of servers that have ended."""
+    running = servers()
+    for pid, folder in _folders().items():
+        if pid not in running and not psutil.pid_exists(pid):
             shutil.rmtree(folder, ignore_errors=True)

@@ -25,11 +25,11 @@ rmdir ~/.cache/shoal ~/.cache 2> /dev/null; true"""
 ON_HEAD = "is_head"  # in the provider's part of the file, as the head has it
 
 
-class NotStopped(RuntimeError):
+class MachinesNotStopped(RuntimeError):
     """Machines could not be reached, and something may run there still. The message names them."""
 
 
-class Machines(LocalNodeProvider):
+class OwnMachines(LocalNodeProvider):
     """The machines `head_ip` and `worker_ips` of a file for `ray up`."""
 
     @staticmethod
@@ -64,11 +64,11 @@ class Machines(LocalNodeProvider):
         return Login(log_prefix, node_id, self, auth_config, cluster_name, process_runner, use_internal_ip)
 
     def terminate_node(self, node_id: str) -> None:
-        """Ends everything on one machine. Raises NotStopped."""
+        """Ends everything on one machine. Raises MachinesNotStopped."""
         self.terminate_nodes([node_id])
 
     def terminate_nodes(self, node_ids: Iterable[str]) -> None:
-        """Ends everything on machines, all at once. Raises NotStopped with the names of those that did not answer; on
+        """Ends everything on machines, all at once. Raises MachinesNotStopped with the names of those that did not answer; on
         the head, where Ray gives up a machine that is gone and tries it again later, only prints it."""
         node_ids = list(node_ids)
         if not self.provider_config.get(ON_HEAD) and self.provider_config["head_ip"] in node_ids:
@@ -80,7 +80,7 @@ class Machines(LocalNodeProvider):
         if lost := [f"{name} ({why})" for name, why in zip(node_ids, failures, strict=True) if why is not None]:
             text = f"could not log in to {', '.join(lost)}: what ran there may run still"
             if not self.provider_config.get(ON_HEAD):
-                raise NotStopped(text)
+                raise MachinesNotStopped(text)
             print(text)
 
     def _stop(self, node_id: str) -> str | None:

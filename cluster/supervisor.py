@@ -35,7 +35,6 @@ from typing import Literal, NoReturn, Self
 import msgspec
 import psutil
 
-from cluster.config import ConfigError
 from worker.folders import replaced
 
 PORT = 6379  # of Ray, on the head
@@ -47,12 +46,17 @@ LOOK_S = 1.0
 FIRST_WAIT_S, MOST_WAIT_S = 1.0, 30.0  # before something that has ended starts again: doubled each time
 POLL_S = 0.2
 STEADY_S = 60.0  # what has run this long has started well
-UP_S = 120.0  # that Ray may take to start
+UP_S = 330.0  # that Ray may take to start
 OPEN_FILES = 65536
 HEART = {"head": ("gcs_server", "raylet"), "worker": ("raylet",)}  # the processes that Ray cannot run without
 # What Ray and the server get besides the environment of the login. Ray's workers have a low priority by default.
-# Ray's second autoscaler does not know machines of one's own.
-ENVIRONMENT = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", "RAY_enable_autoscaler_v2": "0"}
+# Ray's second autoscaler does not know machines of one's own. On a busy machine a start takes longer than Ray waits.
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",
+    "RAY_enable_autoscaler_v2": "0",
+    "RAY_raylet_start_wait_time_s": "300",
+}
 OF_A_LOGIN = re.compile("SSH_.*|XDG_SESSION.*|_|PWD|OLDPWD|SHLVL|TERM")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -60,7 +64,7 @@ Role = Literal["head", "worker"]
 
 
 class Machine(msgspec.Struct):
-    """What runs on a machine, as its last start has said. `head`: the address of the head for a worker.
+    """A machine as its last start has described it. `head`: the address of the head for a worker.
     `arguments`: of `shoal serve`. `environment`: of the login that has started it."""
 
     role: Role
@@ -77,11 +81,11 @@ class Machine(msgspec.Struct):
         return [program("ray"), "start", "--head", f"--port={PORT}", autoscaling]
 
 
-class Ended(Exception):
+class _Stop(Exception):
     """SIGTERM."""
 
 
-class Again(Exception):
+class _Restart(Exception):
     """SIGHUP: other arguments, or other code."""
 
 
@@ -102,7 +106,7 @@ def say(text: str) -> None:
 
 
 def processes(names: Sequence[str]) -> list[psutil.Process]:
-    """This user's processes of these names that `ray start` has made."""
+    """Returns this user's processes of these names that `ray start` has made."""
     found = []
     for process in psutil.process_iter(["name", "uids", "cmdline", "status"]):
         info = process.info
@@ -144,7 +148,7 @@ class Supervisor:
         return cls(msgspec.json.decode((folder() / "machine.json").read_bytes(), type=Machine))
 
     def run(self) -> NoReturn:
-        """Raises Ended and Again."""
+        """Raises _Stop and _Restart."""
         if (started := folder() / "ray").exists() and started.read_text() != version("ray"):
             say(f"Ray {started.read_text()} becomes {version('ray')}")
             self.stop_ray()
@@ -248,15 +252,15 @@ def run() -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     limit = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
-    signal.signal(signal.SIGTERM, _raise(Ended))
-    signal.signal(signal.SIGHUP, _raise(Again))
-    one = Supervisor.read()  # now: whoever changes it sends SIGHUP afterwards
+    signal.signal(signal.SIGTERM, _raise(_Stop))
+    signal.signal(signal.SIGHUP, _raise(_Restart))
+    one = Supervisor.read()  # now: SIGHUP comes after a change of the file
     try:
         one.run()
-    except Again:
+    except _Restart:
         one.end_server()
         os.execv(sys.executable, [sys.executable, "-m", "cluster.supervisor", "run"])
-    except Ended:
+    except _Stop:
         say("stopping")
         one.end_server(drain=True)
         one.stop_ray()
@@ -420,14 +424,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(arguments: Sequence[str]) -> int:
     """Whether `shoal serve` accepts the arguments: its exit code for them."""
-    from shoal.serve import configuration
-
-    try:
-        configuration(list(arguments))
-    except ConfigError as error:
-        print(f"shoal serve: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return subprocess.run([program("shoal"), "serve", "--check", *arguments], check=False).returncode
 
 
 def _environment() -> dict[str, str]:

@@ -23,8 +23,10 @@ from shoal.help import columns, fill
 
 COMMANDS = {
     "serve": ("shoal.serve", "start a server on this machine or on a Ray cluster"),
+    "stop": ("shoal.stop", "end a server, also one whose `shoal serve` was killed"),
     "chat": ("shoal.chat", "talk to a running server in the terminal"),
     "status": ("shoal.status", "what a running server is doing, replica by replica"),
+    "logs": ("shoal.logs", "the lines about a request in the logs of all machines"),
     "pull": ("shoal.pull", "get a model, check it, and keep it in the cache"),
     "check-schema": ("shoal.check_schema", "whether structured output enforces a JSON schema, and at what cost"),
     "bench": ("", "measure: a server under load, the engine alone, the router"),

@@ -45,12 +45,16 @@ ENVIRONMENT = {
     "NCCL_SOCKET_NTHREADS": "threads of NCCL for a connection over sockets, 4 unless it is set",
     "OPENAI_API_KEY": "the key that `shoal chat`, `status` and `bench serve` show to a server",
     "PATH": "where FlashInfer looks for ninja (then next to Python) and for nvcc (then in `/usr/local/cuda`)",
+    "RAY_AUTH_MODE": "`shoal serve --address`, `stop` and `logs` set it to token, unless it is set, where there is "
+    "`~/.ray/auth_token`",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "lines of Ray's that `shoal serve` keeps from the terminal: the raylet's on a process "
     "that died, unless it is set",
     "RAY_USAGE_STATS_ENABLED": "`shoal serve` sets it to 0 unless it is set: Ray then reports nothing to its makers",
     "SHOAL_CACHE": "folder of converted models, their configurations, learned costs of steps, chosen matrix "
     "products, and compiled grammars (512 MiB at most); by default `$XDG_CACHE_HOME/shoal`",
     "XDG_CACHE_HOME": "where caches are kept; by default `~/.cache`",
+    "XDG_RUNTIME_DIR": "where the user's systemd is, which keeps a machine of `ray up` running; by default "
+    "`/run/user/UID`",
     "XDG_STATE_HOME": "where `shoal chat` keeps the history of its input line; by default `~/.local/state`",
 }
 # Variables that matter here and are read by the libraries below.
@@ -61,8 +65,10 @@ ENVIRONMENT_OF_OTHERS = {
     "PIP_INDEX_URL, PIP_EXTRA_INDEX_URL": "where pip fetches packages, and `shoal pull` a known model",
 }
 COMMANDS = (
+    "stop",
     "chat",
     "status",
+    "logs",
     "pull",
     "check-schema",
     *(f"bench {name}" for name, (module, _) in cli.BENCHES.items() if find_spec(module)),

@@ -44,12 +44,13 @@ def parser() -> Parser:
         help="read FILE again when it changes, and at SIGHUP: other numbers of replicas and routers take effect, and "
         "touch none that goes on running",
     )
+    made.add_argument("--check", action="store_true", help="only say whether the configuration is right")
     flags.add(made, Config)
     return made
 
 
-def configuration(argv: list[str] | None = None) -> tuple[Config, FollowedConfig | None]:
-    """What a command line asks for, and the file to follow. Raises ConfigError; ends the process for a wrong line."""
+def main(argv: list[str] | None = None) -> int:
+    """Serves until Ctrl-C. Returns 0; 1 when the server did not start or did not live; 2 for a wrong configuration."""
     args = parser().parse_args(argv)
     settings = flags.given(args, Config)
     if args.model_given is not None:
@@ -58,18 +59,15 @@ def configuration(argv: list[str] | None = None) -> tuple[Config, FollowedConfig
         settings["model"] = args.model_given
     if args.follow and args.config is None:
         parser().error("--follow: there is no file to follow; give one with --config")
-    # Made before the file is read, so that a change while it is read counts.
-    followed = FollowedConfig(args.config, settings) if args.follow else None
-    return load(args.config, settings), followed
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Serves until Ctrl-C. Returns 0; 1 when the server did not start or did not live; 2 for a wrong configuration."""
     try:
-        config, followed = configuration(argv)
+        # Made before the file is read, so that a change while it is read counts.
+        followed = FollowedConfig(args.config, settings) if args.follow else None
+        config = load(args.config, settings)
     except ConfigError as error:
         print(f"shoal serve: {error}", file=sys.stderr)
         return 2
+    if args.check:
+        return 0
     print(config.to_yaml(), flush=True)
 
     from cluster import launch  # Ray takes seconds to import: not before the configuration is right

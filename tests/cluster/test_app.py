@@ -16,7 +16,7 @@ from ray.serve._private.deployment_state import DeploymentTargetState
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import ServeApplicationSchema
 
-from cluster.app import ListeningRouter, Router, _Router, application, build, settle
+from cluster.app import ListeningRouter, Router, _Router, application, build, numbers, settle
 from cluster.config import Config, ConfigError, ReplicaConfig, load
 from cluster.deployed import APP, STREAMS_S
 from cluster.models import model_name
@@ -123,8 +123,8 @@ def test_what_is_bound_knows_no_number() -> None:
 
 def test_serve_waits_for_streams_as_long_as_they_may_take() -> None:
     config, _ = settle(load(overrides={"drain_s": 7}), gpus=0)
-    for node in ("10.0.0.7", None):
-        router = application(config, node)._bound_deployment
+    for nodes in (["10.0.0.7"], []):
+        router = application(config, nodes)._bound_deployment
         replicas = router.init_args[2]._bound_deployment
         assert replicas.init_args[1] == 7
         assert replicas._deployment_config.graceful_shutdown_timeout_s == 7 + STOP_S
@@ -134,11 +134,29 @@ def test_serve_waits_for_streams_as_long_as_they_may_take() -> None:
 
 def test_routers_listen_themselves_on_the_machine_that_is_named_and_else_nowhere() -> None:
     config, _ = settle(load(overrides={"cpus_per_router": 2}), gpus=0)
-    here, anywhere = (application(config, node)._bound_deployment for node in ("10.0.0.7", None))
+    here, anywhere = (application(config, nodes)._bound_deployment for nodes in (["10.0.0.7"], []))
     assert (here.func_or_class, anywhere.func_or_class) == (ListeningRouter, Router)
     assert here.name == anywhere.name == "Router"
-    assert here.ray_actor_options == {"num_cpus": 2.0, "resources": {"node:10.0.0.7": 0.001}}
+    assert here.ray_actor_options == {"num_cpus": 0.0, "resources": {"node:10.0.0.7": 0.001}}  # theirs are reserved
     assert anywhere.ray_actor_options == {"num_cpus": 2.0}
+
+
+def test_each_machine_has_routers_of_its_own_in_front_of_the_same_replicas() -> None:
+    hosts = ["10.0.0.7", "10.0.0.8"]
+    config, _ = settle(load(overrides={"replicas": 8, "address": "auto", "router_hosts": hosts}), gpus=0)
+    first = application(config, hosts)._bound_deployment
+    (other,) = (each._bound_deployment for each in first.init_kwargs["others"])
+    assert [each.name for each in (first, other)] == [f"Router-{host}" for host in hosts]
+    assert first.init_args[2] is other.init_args[2]
+    assert [each.num_replicas for each in (first, other)] == [2, 2]
+    assert numbers(config) == {"Replica": 8, "Router-10.0.0.7": 2, "Router-10.0.0.8": 2}
+
+
+def test_a_new_version_of_a_replica_comes_first_where_there_is_room() -> None:
+    config, _ = settle(Config(), gpus=0)
+    for spare, most in (([], 0), ([config.deployments[0].name], 1)):
+        replicas = application(config, spare=spare)._bound_deployment.init_args[2]._bound_deployment
+        assert replicas._deployment_config.max_surge_percent == most
 
 
 @pytest.mark.parametrize(("asked", "values"), [("model", {"temperature": 0.6}), ("openai", {})])

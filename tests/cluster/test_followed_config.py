@@ -97,6 +97,7 @@ def test_a_server_tells_serve_the_numbers_that_have_changed(tmp_path: Path, monk
     scaled: list[tuple[str, int]] = []
     monkeypatch.setattr(launch, "scale", lambda *its: scaled.append(its))
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 4.0})
+    monkeypatch.setattr(launch._Launch, "_reserve", lambda *its: None)
     settings = {"device": "cuda", "routers": 1}
     path.write_text("replicas: 2\n")
     followed = FollowedConfig(path, settings)

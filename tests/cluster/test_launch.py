@@ -25,7 +25,7 @@ from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
 from bench.replica import dummy_models
-from cluster import launch
+from cluster import joined, launch
 from cluster.config import Config
 from tests.deploy.streams import IMAGE, Clients, Stream
 
@@ -129,6 +129,10 @@ def test_a_server_answers_and_ends_without_a_trace(
         assert cards == {"tiny-llama": 4096, "small": 4096, "org/other": 512, "far": None}
         assert said("tiny-llama") == said("small") == said("far") != said("org/other")
         assert said("gone") == 404
+        asked = httpx.post(f"{url}/v1/completions", json={"model": "small", "prompt": "Hello", "max_tokens": 1})
+        found = shoal("logs", asked.headers["x-request-id"])
+        assert found.returncode == 0 and "prompt_tokens=" in found.stdout
+        assert shoal("logs", "no-such-request").returncode == 1
         assert httpx.get(f"http://127.0.0.1:{free_port}/ready").status_code == 200
         family = server.family()
         names = [" ".join(process.cmdline()) for process in family]
@@ -145,6 +149,11 @@ def test_a_server_answers_and_ends_without_a_trace(
         assert not list(Path("/tmp").glob(f"shoal-ray-{server.process.pid}-*"))
         with socket.create_server(("127.0.0.1", free_port)):
             pass  # nobody holds the port
+
+
+def shoal(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "shoal.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=END_S, check=False)
 
 
 def command(process: psutil.Process) -> str:
@@ -253,13 +262,24 @@ def test_replicas_and_routers_come_and_go_under_load_and_no_request_fails(
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(START_S)
-@pytest.mark.parametrize(("process", "signum"), [("raylet/raylet", signal.SIGINT), ("ray::Rank", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("process", "signum"),
+    [("raylet/raylet", signal.SIGINT), ("ray::Rank", signal.SIGTERM), ("ray::Rank", signal.SIGKILL)],
+)
 def test_a_start_that_is_stopped_leaves_nothing(tiny_model: Path, free_port: int, process: str, signum: int) -> None:
     with running("--model", str(tiny_model), "--port", str(free_port), "--replicas", "1") as server:
         server.wait_for("^starting Ray$")
         while not (family := server.family_with(process)):
             assert server.process.poll() is None
-        assert server.interrupt(signum) == 0
+        if signum == signal.SIGKILL:
+            server.process.kill()
+            server.process.wait()
+            ended = shoal("stop", "--pid", str(server.process.pid))
+            assert ended.returncode == 0, ended.stderr
+            assert shoal("stop", "--pid", str(server.process.pid)).returncode == 1
+        else:
+            assert server.interrupt(signum) == 0
+        psutil.wait_procs(family, timeout=END_S)
         assert [process for process in family if process.is_running()] == []
         assert not list(Path("/tmp").glob(f"shoal-ray-{server.process.pid}-*"))
 
@@ -286,11 +306,11 @@ def test_a_taken_port_is_an_error_before_anything_starts(tiny_model: Path) -> No
 def test_a_server_that_is_terminated_waits_for_its_streams(
     runs: bool, address: str | None, drain: bool, looks: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, asked = io.StringIO(), iter([1, 1, None])
-    left: list[object] = []
-    monkeypatch.setattr(launch, "POLL_S", 0)
-    monkeypatch.setattr(launch, "_overview", lambda: left.append(next(asked)) or left[-1])
-    monkeypatch.setattr(launch.ray_serve, "delete", lambda *its, **more: None)
+    out, asked = io.StringIO(), iter([True, True, False])
+    left: list[bool] = []
+    monkeypatch.setattr(joined, "POLL_S", 0)
+    monkeypatch.setattr(joined, "runs", lambda: left.append(next(asked)) or left[-1])
+    monkeypatch.setattr(joined.serve, "delete", lambda *its, **more: None)
     server = launch._Launch(Config(drain_s=7, address=address), Console(file=out, width=500))
     server._runs = runs
     server.interrupted(drain)
@@ -302,7 +322,8 @@ def test_a_server_whose_ray_is_gone_waits_for_nothing(monkeypatch: pytest.Monkey
         raise RuntimeError("no controller")
 
     out = io.StringIO()
-    monkeypatch.setattr(launch.ray_serve, "delete", gone)
+    monkeypatch.setattr(joined, "runs", lambda: True)
+    monkeypatch.setattr(joined.serve, "delete", gone)
     server = launch._Launch(Config(), Console(file=out, width=500))
     server._runs = True
     server.interrupted(drain=True)

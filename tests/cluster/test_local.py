@@ -155,10 +155,7 @@ def test_why_replicas_ended_is_in_their_logs(tmp_path: Path, log_format: LogForm
 
 def test_an_address_where_nothing_listens(free_port: int) -> None:
     with pytest.raises(ConnectionRefusedError):
-        local.check_address(f"127.0.0.1:{free_port}")
-    with socket.create_server(("127.0.0.1", free_port)):
-        local.check_address(f"127.0.0.1:{free_port}")
-    local.check_address("auto")
+        local.join(f"127.0.0.1:{free_port}")
 
 
 def test_what_dead_servers_left_is_removed() -> None:

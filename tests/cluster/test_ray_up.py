@@ -1,5 +1,5 @@
 """The `ray up` files against Ray's own schema and checks, their commands against bash, and what they serve against
-Shoal's configuration. Nothing here needs a network, credentials or a second machine."""
+Shoal's configuration. Nothing here needs a network, credentials or a second machine; tests/deploy runs them."""
 
 import copy
 import json
@@ -15,11 +15,12 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from cluster.config import Config, load
+from cluster.machines import OwnMachines
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "cluster" / "ray"
 FILES = ["machines", "aws"]
-COMMANDS = ["setup_commands", "head_setup_commands", "worker_setup_commands"]
+COMMANDS = ["initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands"]
 COMMANDS += ["head_start_ray_commands", "worker_start_ray_commands"]
 # What AWS says of the instance types in use: vCPUs and GPUs.
 INSTANCES = {"m7i.2xlarge": (8, 0), "g6.12xlarge": (48, 4)}
@@ -31,12 +32,11 @@ def read(name: str) -> dict[str, Any]:
 
 def served(name: str) -> Config:
     """The configuration that the head is started with, read from its command as the shell reads it."""
-    words = shlex.split(read(name)["head_start_ray_commands"][-1])
-    inner = shlex.split(words[words.index("-c") + 1])
-    arguments = inner[inner.index("serve") + 1 :]
+    program, *words = shlex.split(read(name)["head_start_ray_commands"][-1])
+    assert [program, *words[:3]] == ["~/shoal-env/bin/python", "-m", "cluster.supervisor", "head"]
+    arguments = words[3:]
     arguments.remove("--follow")
     flags = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    assert inner[inner.index("serve") - 1] == "~/shoal-env/bin/shoal"
     file = flags.pop("--config").removeprefix("~/shoal/")
     return load(ROOT / file, {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()})
 
@@ -60,7 +60,7 @@ def test_ray_would_see_a_mistake(name: str) -> None:
 def test_its_commands_are_bash(name: str) -> None:
     config = read(name)
     commands = [command for key in COMMANDS for command in config.get(key, [])]
-    assert len(commands) >= 9
+    assert len(commands) >= 6
     for command in commands:
         parsed = subprocess.run(["bash", "-n"], input=command, text=True, capture_output=True, check=False)
         assert parsed.returncode == 0 and not parsed.stderr, (command, parsed.stderr)
@@ -96,21 +96,11 @@ def test_flashinfer_is_installed_where_there_is_a_gpu(name: str, has_gpu: bool, 
     assert asked[:3] == ["-m", "pip", "install"] and asked[-1] == f"{tmp_path}/{installed}"
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_ray_asks_for_the_token_that_it_gets(name: str) -> None:
-    """Without the mode, a head that happens to have a token asks for it, and workers do not show it."""
-    config = read(name)
-    starts = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
-    talk_to_ray = [command for command in starts if "ray start" in command or "shoal serve --" in command]
-    assert len(talk_to_ray) == 3
-    assert all("export RAY_AUTH_MODE=token; " in command for command in talk_to_ray)
-
-
 def test_both_install_and_start_alike() -> None:
     machines, aws = read("machines"), read("aws")
     assert machines["setup_commands"] == aws["setup_commands"]
+    assert machines["initialization_commands"] == aws["initialization_commands"]
     assert machines["worker_start_ray_commands"] == aws["worker_start_ray_commands"]
-    assert machines["head_start_ray_commands"][:-1] == aws["head_start_ray_commands"][:-1]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -133,11 +123,14 @@ def test_several_models_can_be_served_by_uncommenting_them(tmp_path: Path) -> No
 
 
 def test_every_machine_of_ones_own_is_used() -> None:
-    prepared = prepare_config(read("machines"))
-    machines = prepared["provider"]["worker_ips"]
-    (node_type,) = prepared["available_node_types"].values()
-    assert node_type["min_workers"] == node_type["max_workers"] == len(machines)
-    assert prepared["provider"]["head_ip"] not in machines
+    given = prepare_config(read("machines"))
+    for workers in (given["provider"]["worker_ips"], []):
+        bootstrapped = OwnMachines.bootstrap_config(given | {"provider": given["provider"] | {"worker_ips": workers}})
+        validate_config(bootstrapped)
+        (node_type,) = bootstrapped["available_node_types"].values()
+        number = len(workers)
+        assert node_type["min_workers"] == node_type["max_workers"] == bootstrapped["max_workers"] == number
+    assert given["provider"]["head_ip"] not in given["provider"]["worker_ips"]
 
 
 def test_aws_types_say_what_their_instances_have() -> None:

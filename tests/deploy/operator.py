@@ -4,15 +4,11 @@ The files are those of the checkout; only addresses, user and key, the step that
 small machine needs are changed.
 """
 
-import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,7 @@ from typing import Any
 import yaml
 
 from tests.deploy.hosts import Host, Network
-from tests.deploy.streams import Stream
+from tests.deploy.streams import IMAGE
 
 ROOT = Path(__file__).parents[2]
 VENV = Path(sys.prefix)
@@ -30,8 +26,8 @@ FILE = "cluster/ray/machines.yaml"
 # The environment here in place of one that pip fills; a device on which a token takes a while.
 INSTALL = f"""\
 test -x ~/shoal-env/bin/python || {{ {VENV}/bin/python -m venv --without-pip ~/shoal-env &&
-site=~/shoal-env/lib/{SITE.parent.name}/site-packages && cp {ROOT}/tests/deploy/slow_device.py $site &&
-printf '%s\\n' ~/shoal {SITE} 'import slow_device' > $site/rehearsal.pth &&
+site=~/shoal-env/lib/{SITE.parent.name}/site-packages && cp {IMAGE}/sitecustomize.py $site &&
+printf '%s\\n' ~/shoal {SITE} 'import os; os.environ["SHOAL_STEP_S"] = "SECONDS"' > $site/rehearsal.pth &&
 for p in "ray ray.scripts.scripts" "shoal shoal.cli"; do set -- $p;
 printf '#!%s/shoal-env/bin/python\\nimport sys\\nfrom %s import main\\nsys.exit(main())\\n' ~ $2 > ~/shoal-env/bin/$1;
 chmod +x ~/shoal-env/bin/$1; done; }}"""
@@ -46,12 +42,14 @@ class Done:
 class Operator:
     """Somebody with a checkout of Shoal, who can reach the hosts."""
 
-    def __init__(self, network: Network, folder: Path, model: Path, **settings: Any) -> None:
-        """`settings`: of shoal.yaml, besides those that a small machine needs."""
+    def __init__(self, network: Network, folder: Path, model: Path, step_s: float, **settings: Any) -> None:
+        """`step_s`: seconds that a step of the model takes. `settings`: of shoal.yaml, besides those that a small
+        machine needs."""
         self.network = network
         self.home = folder
         self.checkout = folder / "checkout"
-        listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         for name in filter(None, listed.stdout.split("\0")):
             if not name.startswith(LEFT_OUT) and (ROOT / name).is_file():
                 (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -61,10 +59,10 @@ class Operator:
         addresses = [host.address for host in network.hosts]
         config["provider"] |= {"head_ip": addresses[0], "worker_ips": addresses[1:]}
         config["auth"] = {"ssh_user": "ops", "ssh_private_key": str(network.key)}
-        config["setup_commands"] = [INSTALL]
+        config["setup_commands"] = [INSTALL.replace("SECONDS", f"{step_s:g}")]
         file.write_text(yaml.safe_dump(config, sort_keys=False, width=10000))
-        small = {"model": str(model), "kv_tokens": 16384, "cpu_threads": 1, "cpus_per_rank": 0.5, "cpus_per_router": 0.5}
-        self.configure(**small, **settings)
+        small = {"model": str(model), "served_model_name": "tiny", "kv_tokens": 32768, "cpu_threads": 1}
+        self.configure(**small, cpus_per_rank=0.5, cpus_per_router=0.5, **settings)
         made = self.run("ray", "get-auth-token", "--generate")
         assert made.code == 0, made.output
 
@@ -116,39 +114,3 @@ class Operator:
     def log(self) -> str:
         """What the supervisor and `shoal serve` have written on the head."""
         return self.network.ssh(self.head, "cat ~/shoal.log", check=False).stdout
-
-    @contextlib.contextmanager
-    def streams(self, host: Host, clients: int, tokens: int) -> Iterator[list[Stream]]:
-        """Streams by the router of a host meanwhile. The list is filled at the end, which waits for the last."""
-        command = [str(VENV / "bin/python"), "-m", "tests.deploy.streams"]
-        command += [f"http://{host.address}:8000", str(clients), str(tokens)]
-        process = subprocess.Popen(
-            self.network.command(*command), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        found: list[Stream] = []
-        try:
-            yield found
-            output, _ = process.communicate(timeout=900)
-            found.extend(Stream(**each) for each in json.loads(output))
-        finally:
-            process.kill()
-            process.wait()
-
-
-def until(true: Callable[[], Any], what: str, within_s: float = 120.0, why: Callable[[], str] = str) -> Any:
-    """Polls: what is waited for is another machine's doing. `why`: what to say if it does not come."""
-    deadline = time.monotonic() + within_s
-    while not (result := true()):
-        assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s\n{why()}"
-        threading.Event().wait(0.2)
-    return result
-
-
-def problems(streams: Sequence[Stream]) -> list[str]:
-    """What is wrong with streams: those that failed or were cut off, and texts that differ from others of a client."""
-    found = [f"client {each.client}: {each.problem}" for each in streams if each.problem is not None]
-    for client in {each.client for each in streams}:
-        texts = {each.text for each in streams if each.client == client and each.problem is None}
-        if len(texts) > 1:
-            found.append(f"client {client}: {len(texts)} different texts")
-    return found

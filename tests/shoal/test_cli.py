@@ -36,7 +36,7 @@ def test_without_a_command_the_help_goes_to_stderr(capsys: Captured) -> None:
     ("argv", "says"),
     [
         (["chta"], r"'chta'.*\bchat\?"),
-        (["zzz"], "serve, chat, status, pull, check-schema, bench"),
+        (["zzz"], "serve, stop, chat, status, logs, pull, check-schema, bench"),
         (["--zzz"], "'--zzz'"),
         (["bench", "srve"], r"^shoal bench: .*'srve'.*\bserve\?"),
     ],

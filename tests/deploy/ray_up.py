@@ -1,0 +1,232 @@
+"""`ray up` as an operator has it: real sshd hosts, Ray's own launcher, the files of the checkout; under streams.
+
+The server is changed in every way that an operator or a fault would, under streams that last longer than any drain, and
+what clients saw is counted. `python -m tests.deploy.ray_up --stream-s 600 --out FILE` does it with longer streams.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import make_tiny_llama
+from tests.deploy.hosts import Host, Network, missing, network
+from tests.deploy.kubernetes import CONTEXT, PROMPT, STEP_S, undisturbed, until
+from tests.deploy.operator import Operator
+from tests.deploy.streams import Clients, Stream
+
+STREAM_S = 60.0
+BY_LOGINS = {"var/log/lastlog", "var/log/wtmp", "var/log/btmp"}
+SETTINGS = "cluster/ray/shoal.yaml"
+
+
+@dataclass
+class Figures:
+    """| figure | meaning |
+    | --- | --- |
+    | `streams` | but for those by a host that was lost |
+    | `failed_requests` | of these, those that did not end whole |
+    | `reloaded_replicas` | that a change of numbers started although they ran |
+    | `longest_gap_s` | without a token, of the streams above |
+    | `left` | of processes, ports and files after `ray down` |
+    """
+
+    streams: int = 0
+    failed_requests: int = 0
+    reloaded_replicas: int = 0
+    longest_gap_s: float = 0.0
+    left: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Rehearsal:
+    """Hosts, an operator, clients, and what came of it. `tell`: called with a line for each step."""
+
+    def __init__(self, net: Network, folder: Path, stream_s: float, tell: Callable[[str], None] = print) -> None:
+        self.net = net
+        self.figures = Figures()
+        self.step_s = max(STEP_S, stream_s / CONTEXT)
+        self.tokens = int(stream_s / self.step_s)
+        self.clients = Clients(net.enter, PROMPT)
+        self.model = folder / "tiny-llama"
+        (folder / "operator").mkdir()
+        addresses = [host.address for host in net.hosts]
+        self.operator = Operator(
+            net, folder / "operator", self.model, self.step_s, drain_s=5, routers=1, replicas=2, router_hosts=addresses
+        )
+        self._tell, self._began, self._stream_s = tell, time.monotonic(), stream_s
+        self._all: list[Stream] = []
+
+    def say(self, what: str) -> None:
+        self.figures.seconds[what] = round(time.monotonic() - self._began, 1)
+        self._tell(f"{self.figures.seconds[what]:6.1f} {what}")
+
+    def up(self) -> None:
+        done = self.operator.ray("up")
+        assert done.code == 0, done.output[-5000:]
+
+    def change(self, **settings: Any) -> None:
+        """Other numbers, as the page for operators says."""
+        self.operator.configure(**settings)
+        done = self.operator.ray("rsync-up", SETTINGS, f"~/shoal/{SETTINGS}")
+        assert done.code == 0, done.output[-5000:]
+
+    def shoal(self, *arguments: str) -> str:
+        """A command of Shoal's on the head, as the page says."""
+        done = self.operator.ray("exec", f"shoal {' '.join(arguments)}")
+        assert done.code == 0, done.output[-5000:]
+        return done.output
+
+    def actors(self, deployment: str = "Replica", state: str = "RUNNING") -> dict[str, str]:
+        """Those of a deployment, or of all whose names begin so: the id to the host's address."""
+        asked = "curl -s -H \"Authorization: Bearer $(cat ~/.ray/auth_token)\" http://127.0.0.1:8265/api/serve/applications/"
+        answer = self.net.ssh(self.net.hosts[0], asked, check=False)
+        if not answer.stdout.startswith("{"):
+            return {}
+        found = json.loads(answer.stdout)["applications"].get("shoal", {"deployments": {}})["deployments"]
+        known = [each for name in found if name.startswith(deployment) for each in found[name]["replicas"]]
+        return {each["replica_id"]: each["node_ip"] for each in known if each["state"] == state}
+
+    def until_there_are(self, replicas: int, routers: int, but: set[str] | None = None) -> None:
+        """Waits for these numbers, without those of `but`, and for the routers to reach the replicas."""
+
+        def there() -> bool:
+            running, fronts = self.actors(), self.actors("Router")
+            if len(running) != replicas or len(fronts) != routers or (but or set()) & {*running, *fronts}:
+                return False
+            return all(self.ready(host) == replicas for host in self.net.hosts if host.address in fronts.values())
+
+        until(there, f"{replicas} replicas and {routers} routers", 400.0)
+
+    def ready(self, host: Host) -> int:
+        """How many replicas the routers of a host reach."""
+        answer = self.clients.call("GET", f"http://{host.address}:8000/ready")
+        return sum(answer.json()["models"].values()) if answer.status_code == 200 else 0
+
+    def begin(self, *hosts: Host) -> list[Stream]:
+        begun = [self.clients.begin(host.address, self.tokens) for host in hosts]
+        self._all += begun
+        return begun
+
+    def end(self, lost: Host | None = None) -> None:
+        """Waits for all streams, and counts those that did not come in by the lost host."""
+        text = undisturbed(self.model, self.tokens)
+        for stream in self._all:
+            assert stream.future is not None
+            stream.future.result(3 * self._stream_s + 120)
+            if lost is not None and stream.entry == lost.address:
+                continue
+            self.figures.streams += 1
+            self.figures.longest_gap_s = round(max(self.figures.longest_gap_s, stream.gap_s), 2)
+            if not stream.is_whole(text):
+                self.figures.failed_requests += 1
+                self.figures.failures.append(stream.told())
+                self._tell(stream.told())
+        self._all = []
+
+
+def rehearse(r: Rehearsal) -> Figures:
+    """Every change, under streams."""
+    head, worker = r.net.hosts
+    before = {host.name: host.files() | host.volatile() for host in r.net.hosts}
+    r.up()
+    r.until_there_are(2, 2)
+    r.say("ray up: both machines serve")
+
+    kept = {*r.actors(), *r.actors("Router")}
+    r.begin(head, head, worker)
+    r.change(replicas=4, routers=2)
+    r.until_there_are(4, 4)
+    r.figures.reloaded_replicas += len(kept - {*r.actors(), *r.actors("Router")})
+    r.say("replicas 2 to 4, routers 1 to 2")
+    r.begin(head, head, worker)
+    kept = {*r.actors()}
+    r.change(replicas=2, routers=1)
+    r.until_there_are(2, 2)
+    r.figures.reloaded_replicas += len({*r.actors()} - kept)
+    r.say("replicas 4 to 2, routers 2 to 1")
+
+    serve = next(process for process, line in head.processes().items() if "shoal serve --address" in line)
+    r.net.ssh(head, "pkill -KILL -f 'shoal serve --address'")
+    until(lambda: serve not in head.processes(), "shoal serve is killed")
+    until(lambda: "is taken over as it is" in r.operator.log(), "a new shoal serve takes over")
+    r.say("shoal serve was killed, and the next one goes on")
+
+    r.begin(head, worker)
+    kept = {*r.actors(), *r.actors("Router")}
+    r.operator.configure(max_prompts=255)
+    (r.operator.checkout / "worker/_version_two.py").write_text("# another version\n")
+    r.up()
+    r.until_there_are(2, 2, but=kept)
+    r.say("ray up: another configuration, another version")
+    r.end()
+    r.say("streams over all of that have ended")
+
+    r.begin(head, head, worker)
+    worker.vanish()
+    r.until_there_are(2, 1, but={each for each, address in r.actors().items() if address == worker.address})
+    r.say("a worker's host is lost, and its replicas are replaced")
+    worker.start()
+    r.until_there_are(2, 2)
+    r.say("the host is back")
+    r.end(lost=worker)
+
+    head.vanish()
+    head.start()
+    r.up()
+    r.until_there_are(2, 2)
+    r.say("the head was restarted: ray up")
+    r.begin(head, worker)
+    r.end()
+
+    r.shoal("stop")
+    assert not r.actors() and "the server was stopped" in r.operator.log()
+    r.say("shoal stop")
+    done = r.operator.ray("down")
+    assert done.code == 0, done.output[-5000:]
+    for host in r.net.hosts:
+        left = [*host.processes().values(), *map(str, host.ports())]
+        left += (host.files() | host.volatile()) - before[host.name] - BY_LOGINS
+        r.figures.left += [f"{host.name}: {each}" for each in left]
+    r.say("ray down")
+    return r.figures
+
+
+def rehearsed(folder: Path, stream_s: float, tell: Callable[[str], None] = print) -> Figures:
+    """A whole rehearsal in a folder, which must be empty."""
+    model = make_tiny_llama(folder / "tiny-llama")
+    with network(folder, ["head", "worker"], [str(model)]) as net:
+        r = Rehearsal(net, folder, stream_s, tell)
+        try:
+            return rehearse(r)
+        except BaseException:
+            tell(r.operator.log()[-5000:])
+            raise
+        finally:
+            r.clients.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stream-s", type=float, default=600.0, help="how long a stream lasts, in seconds")
+    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    args = parser.parse_args()
+    if why := missing():
+        parser.error(why)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = rehearsed(Path(folder), args.stream_s)
+    text = json.dumps(vars(figures), indent=2)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
