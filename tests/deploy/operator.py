@@ -62,7 +62,7 @@ class Operator:
         config["setup_commands"] = [INSTALL.replace("SECONDS", f"{step_s:g}")]
         file.write_text(yaml.safe_dump(config, sort_keys=False, width=10000))
         small = {"model": str(model), "served_model_name": "tiny", "kv_tokens": 32768, "cpu_threads": 1}
-        self.configure(**small, cpus_per_rank=0.5, cpus_per_router=0.5, **settings)
+        self.configure(**small, cpus_per_rank=0.4, cpus_per_router=0.3, **settings)
         made = self.run("ray", "get-auth-token", "--generate")
         assert made.code == 0, made.output
 

@@ -15,7 +15,8 @@ def checked_engines(folder: Path, **defaults: object) -> Iterator[Callable[..., 
     engines: list[Engine] = []
 
     def make(load: Callable[[Path, WorkerConfig], Components] = load_components, **config: object) -> Engine:
-        settings = {"device": "cpu", "dtype": "float32", **defaults, **config}
+        # No sequence starves: which is preempted must not depend on how fast the machine is.
+        settings = {"device": "cpu", "dtype": "float32", "starvation_s": 3600.0, **defaults, **config}
         engines.append(Engine(folder, WorkerConfig.model_validate(settings), load=load))
         return engines[-1]
 
