@@ -1,0 +1,169 @@
+{{/* A quantity of Kubernetes as a number. */}}
+{{- define "shoal.quantity" -}}
+{{- $text := toString . -}}
+{{- $number := regexFind `^[0-9.]+(e\+?[0-9]+)?` $text -}}
+{{- $factors := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 -}}
+{{ mulf (float64 $number) (get $factors (trimPrefix $number $text)) | printf "%.4f" }}
+{{- end }}
+
+{{/*
+Which workers there are, as JSON: workers (at most), least, gpus of each, cpus (what a worker asks for by default),
+routers, and perWorker (most routers of a worker, 0 for any). Refuses what Ray could never place: it would wait without
+a message.
+
+Ray places what it can as soon as there is room, in any order: routers on the first worker that comes, for one. So there
+must be room in every order. A worker has room for perWorker routers beside all stages that it can hold. Where it has
+not, each worker has room for everything, or, on CPUs, so much is free that some worker always has room.
+*/}}
+{{- define "shoal.fit" -}}
+{{- $values := .Values -}}
+{{- $models := include "shoal.models" . | fromJsonArray -}}
+{{- $cuda := eq $values.device "cuda" -}}
+{{- $router := $values.config.cpus_per_router | default 1 | float64 -}}
+{{- $replicas := 0 -}}
+{{- $stages := 0 -}}
+{{- $needed := 0.0 -}}  {{/* CPUs of all stages and control actors */}}
+{{- $large := 1 -}}  {{/* GPUs of the largest stage */}}
+{{- $stage := 0.0 -}}  {{/* CPUs of the largest stage */}}
+{{- $pp := 1 -}}
+{{- $each := 0.0 -}}  {{/* most CPUs for one GPU */}}
+{{- $sizes := dict -}}
+{{- $shapes := list -}}
+{{- range $models -}}
+{{- if gt (max .most (mul .most .pp)) 10000 -}}
+{{- fail (printf "replicas%s: %d replicas of %d stages are more than a server has" .of (int .most) (int .pp)) -}}
+{{- end -}}
+{{- $replicas = add $replicas .most -}}
+{{- $stages = add $stages (mul .most .pp) -}}
+{{- $needed = addf $needed (mulf .most .pp .stage) (mulf .most 0.01) -}}
+{{- $large = max $large (int .tp) -}}
+{{- $stage = maxf $stage .stage -}}
+{{- $pp = max $pp (int .pp) -}}
+{{- $each = maxf $each (divf (addf .stage 0.01) .gpus) -}}
+{{- $size := printf "%06d" (int .tp) -}}
+{{- $whole := divf (mul .most .pp) .share | ceil | int -}}  {{/* of stages that take GPUs of their own */}}
+{{- $_ := set $sizes $size (add $whole (get $sizes $size | default 0 | int)) -}}
+{{- $shapes = append $shapes (printf "%v %v" .stage .gpus) | uniq -}}
+{{- end -}}
+{{- $routers := int ($values.routers | default (max 1 (div (add $replicas 1) 2))) -}}
+{{- $alike := eq (len $shapes) 1 -}}
+
+{{- $gpus := 0 -}}
+{{- $least := max 1 $replicas -}}  {{/* workers: on CPUs one a replica */}}
+{{- if $cuda -}}
+{{- $gpus = int ($values.workers.gpusPerWorker | default $large) -}}
+{{- if lt $gpus (int $large) -}}
+{{- fail (printf "workers.gpusPerWorker is %d, but the %d ranks of a stage (tp) must fit into one worker" $gpus (int $large)) -}}
+{{- end -}}
+{{- if gt $gpus 16 -}}
+{{- fail (printf "tp is %d, more GPUs than a node has" $gpus) -}}
+{{- end -}}
+{{- $least = include "shoal.byGpus" (dict "gpus" $gpus "sizes" $sizes) | int | max 1 -}}
+{{- else if $values.workers.gpusPerWorker -}}
+{{- fail "workers.gpusPerWorker is for device cuda" -}}
+{{- end -}}
+{{- $workers := int ($values.workers.count | default $least) -}}
+{{- $first := $workers -}}
+{{- with $values.autoscaling -}}
+{{- if .enabled -}}
+{{- $workers = int (.maxWorkers | default $workers) -}}
+{{- $first = int .minWorkers -}}
+{{- if gt $first $workers -}}
+{{- fail (printf "autoscaling.minWorkers is %d, more than the %d workers at most" $first $workers) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $cuda (lt $workers (int $least)) -}}
+{{- fail (printf "%d workers at most, but the stages of all replicas need %d with %d GPUs each" $workers (int $least) $gpus) -}}
+{{- end -}}
+
+{{- $full := mulf $gpus $each -}}  {{/* CPUs of the stages on a worker whose GPUs are all taken */}}
+{{- if and $cuda $alike -}}
+{{- with first $models -}}
+{{- $full = mulf (mul (div $gpus (int .tp)) (int .share)) (addf .stage 0.01) -}}
+{{- end -}}
+{{- end -}}
+{{- $default := maxf 4.0 (addf (mulf $pp (addf $stage 0.01)) $router (ternary 0.0 $stage $alike) | ceil) -}}
+{{- if $cuda -}}
+{{- $default = addf $full (mulf $router (divf $gpus (mul 2 $large) | ceil)) | ceil -}}
+{{- range $models -}}
+{{- $default = maxf $default (addf $full (mulf $router (divf (mulf .share (div $gpus (int .tp))) 2 | ceil)) | ceil) -}}
+{{- end -}}
+{{- end -}}
+{{- $given := $values.workers.resources | default dict -}}
+{{- $cpus := ($given.limits | default dict).cpu | default ($given.requests | default dict).cpu | default $default -}}
+{{- $cpus = include "shoal.quantity" $cpus | float64 | ceil -}}
+
+{{- if gt $stage $cpus -}}
+{{- range $models -}}
+{{- if gt .stage $cpus -}}
+{{- fail (printf "workers.resources: a worker has %v CPUs, and the ranks of a stage%s, which share one, need tp %d × cpus_per_rank %v = %v" $cpus .of (int .tp) (.cpus_per_rank | default 1) .stage) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if gt $router $cpus -}}
+{{- fail (printf "workers.resources: a worker has %v CPUs, and a router needs cpus_per_router %v" $cpus $router) -}}
+{{- end -}}
+{{- $all := addf $needed (mulf $routers $router) -}}
+{{- $together := mulf $workers $cpus -}}
+{{- if gt (subf $all 0.00001) $together -}}
+{{- fail (printf "workers.resources: %d workers of %v CPUs have %v together, and the stages of %d replicas, a control actor (0.01) for each, and %d routers of %v need %v" $workers $cpus $together (int $replicas) $routers $router $all) -}}
+{{- end -}}
+
+{{- $fits := true -}}
+{{- if not $cuda -}}
+{{- $held := 0.0 -}}
+{{- if and $alike $models -}}
+{{- $held = divf $cpus (addf $stage 0.01) | floor -}}
+{{- end -}}
+{{- $full = mulf $held (addf $stage 0.01) -}}
+{{- $fits = and $alike (ge (mulf $held $workers) (float64 $stages)) -}}
+{{- end -}}
+{{- $beside := maxf 0.0 (divf (subf $cpus $full) $router | floor) | int | min 100 -}}
+{{- /* Serve gives each of n routers a share 1/n of a worker, and Ray rounds it to ten thousandths: some sums exceed 1. */ -}}
+{{- $per := 0 -}}
+{{- range $number := untilStep (int $beside) 0 -1 -}}
+{{- if and (eq $per 0) (le (mul $number (round (divf 10000 $number) 0 | int)) 10000) }}{{ $per = $number }}{{ end -}}
+{{- end -}}
+{{- if not (and $fits (le $full $cpus) (le $routers (mul $per $workers | int))) -}}
+{{- $per = 0 -}}
+{{- $largest := maxf $stage $router -}}
+{{- $enough := addf (divf (subf $all $largest) $workers) $largest -}}
+{{- if $cuda }}{{ $enough = addf (minf $full $needed) (mulf $routers $router) }}{{ end -}}
+{{- if gt (subf $enough 0.00001) $cpus -}}
+{{- fail (printf "workers.resources: a worker has %v CPUs, and the stages of %d replicas and %d routers could be placed so that one of them finds no room: give workers %v CPUs (requests.cpu)" $cpus (int $replicas) $routers (ceil $enough)) -}}
+{{- end -}}
+{{- end -}}
+{{ dict "workers" $workers "least" $first "gpus" $gpus "cpus" $default "routers" $routers "perWorker" $per "tp" $large | toJson }}
+{{- end }}
+
+{{/*
+Workers that the stages need. Takes a dict: gpus of a worker; sizes, the number of stages by their GPUs. Sizes that divide
+the next larger one, the largest a worker's GPUs, fill all gaps in whatever order they come; others get workers of their
+own.
+*/}}
+{{- define "shoal.byGpus" -}}
+{{- $gpus := .gpus -}}
+{{- $free := list -}}
+{{- $before := $gpus -}}
+{{- $divides := true -}}
+{{- range $size := keys .sizes | sortAlpha | reverse -}}
+{{- $tp := regexReplaceAll "^0+" $size "" | int -}}
+{{- $left := int (get $.sizes $size) -}}
+{{- $divides = and $divides (eq (mod $before $tp) 0) -}}
+{{- if $divides -}}
+{{- range $worker := $free -}}
+{{- $taken := min $left (div $worker.gpus $tp) | int -}}
+{{- $_ := set $worker "gpus" (sub $worker.gpus (mul $taken $tp) | int) -}}
+{{- $left = sub $left $taken | int -}}
+{{- end -}}
+{{- end -}}
+{{- $before = $tp -}}
+{{- $held := div $gpus $tp | int -}}
+{{- range $number := until (divf $left $held | ceil | int) -}}
+{{- $taken := min $held (sub $left (mul $number $held)) | int -}}
+{{- $free = append $free (dict "gpus" (sub $gpus (mul $taken $tp) | int)) -}}
+{{- end -}}
+{{- end -}}
+{{ len $free }}
+{{- end }}
