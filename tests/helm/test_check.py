@@ -1,14 +1,11 @@
 """The chart through `helm/check.py`, what it derives from its values, and that the checks themselves can fail."""
 
 import copy
-import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,64 +16,25 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import DEREGISTER_S
 from cluster.config import Config
-from cluster.deployed import APP
 from cluster.models import model_name
 from cluster.replica import STOP_S
+from tests.helm.chart import (
+    ROOT,
+    arguments,
+    check,
+    cluster,
+    container,
+    environment,
+    head,
+    ray_service,
+    render,
+    served,
+    with_notes,
+    workers,
+)
 
-ROOT = Path(__file__).parents[2]
-
-
-def load_check() -> Any:
-    """The module, from its file: `helm/` is the chart's room and no package that gets installed."""
-    spec = importlib.util.spec_from_file_location("helm_check", ROOT / "helm" / "check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-check = load_check()
 CheckError, check_manifests = check.CheckError, check.check_manifests
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def render(values: dict[str, Any], release: str = "try") -> Any:
-    """The manifests, rendered once for all tests of the same values."""
-    return json.loads(rendered(json.dumps(values), release))
-
-
-@cache
-def rendered(values: str, release: str) -> str:
-    return json.dumps(check.render(json.loads(values), release))
-
-
-def ray_service(values: dict[str, Any], release: str = "try") -> dict[str, Any]:
-    (manifest,) = [manifest for manifest in render(values, release) if manifest["kind"] == "RayService"]
-    return manifest
-
-
-def cluster(values: dict[str, Any]) -> dict[str, Any]:
-    return ray_service(values)["spec"]["rayClusterConfig"]
-
-
-def workers(values: dict[str, Any]) -> dict[str, Any]:
-    (group,) = cluster(values)["workerGroupSpecs"]
-    return group
-
-
-def container(group: dict[str, Any]) -> dict[str, Any]:
-    (only,) = group["template"]["spec"]["containers"]
-    return only
-
-
-def served(values: dict[str, Any]) -> dict[str, Any]:
-    return yaml.safe_load(ray_service(values)["spec"]["serveConfigV2"])
-
-
-def arguments(values: dict[str, Any]) -> dict[str, Any]:
-    (application,) = served(values)["applications"]
-    assert application["name"] == APP
-    return application["args"]
 
 
 @pytest.mark.slow
@@ -111,7 +69,7 @@ def test_workers_follow_from_replicas_and_gpus(
     sizes = {"replicas": replicas, "tp": tp, "pp": pp, "workers": group}
     group = workers({"device": "cuda", **sizes})
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (count, count, count)
-    assert container(group)["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": gpus}
+    assert container(group)["resources"]["limits"] == {"memory": f"{12 * gpus}Gi", "nvidia.com/gpu": gpus}
     assert container(group)["image"] == "shoal:0.1.0-cuda"
 
 
@@ -204,7 +162,7 @@ def test_a_model_at_another_endpoint_needs_no_worker_of_its_own() -> None:
         ([(2, 1, 1), (1, 2, 1)], None, 2, 2),  # the two small ones share a worker
         ([(3, 1, 1), (1, 4, 1)], 4, 2, 4),
         ([(4, 1, 1), (1, 2, 2)], 4, 2, 4),
-        ([(1, 3, 1), (1, 3, 1), (2, 1, 1)], 4, 2, 4),
+        ([(1, 3, 1), (1, 3, 1), (2, 1, 1)], 4, 3, 4),  # the small ones may come first, and to two workers
         ([(1, 8, 1), (9, 1, 1)], 8, 3, 8),
     ],
 )
@@ -245,14 +203,13 @@ def test_any_resource_that_the_cluster_knows_can_be_asked_for() -> None:
 
 
 def test_cpus_are_those_that_kuberay_tells_ray() -> None:
-    """Of the limit before the request, rounded up; where neither says, Ray counts the node's."""
+    """Of the limit before the request, rounded up."""
     three = {"replicas": 1, "workers": {"resources": {"requests": {"cpu": "2500m"}}}}
     assert render(three)
     with pytest.raises(CheckError, match="1 workers of 3 CPUs have 3 together"):
         render({**three, "routers": 2})
     both = {"requests": {"cpu": 1}, "limits": {"cpu": 4}}
     assert render({"replicas": 1, "routers": 2, "workers": {"resources": both}})
-    assert render({"replicas": 90, "workers": {"count": 1, "resources": {"requests": {"cpu": None}}}})
 
 
 def test_autoscaling_begins_small_and_has_room_for_all() -> None:
@@ -262,6 +219,10 @@ def test_autoscaling_begins_small_and_has_room_for_all() -> None:
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (1, 1, 6)
     assert workers({"replicas": 3, "autoscaling": {"enabled": True}})["maxReplicas"] == 3
     assert "enableInTreeAutoscaling" not in cluster({"autoscaling": {"maxWorkers": 6}})
+    # Its container must be as the others where Pod Security's level is "restricted".
+    beside = scaled["autoscalerOptions"]["securityContext"]
+    assert beside == container(group)["securityContext"]
+    assert group["template"]["spec"]["securityContext"]["runAsNonRoot"] is True
 
 
 def test_keys_come_from_a_secret_and_never_into_the_manifest() -> None:
@@ -355,16 +316,10 @@ def test_an_upgrade_of_the_chart_alone_keeps_the_cluster() -> None:
 
 
 def notes(values: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What helm would print after an installation; `helm template` leaves it out, so it is made a manifest here."""
-    chart = folder / "shoal"
-    shutil.copytree(check.CHART, chart)
-    shutil.move(chart / "templates" / "NOTES.txt", chart / "NOTES.txt")
-    (chart / "templates" / "notes.yaml").write_text(
-        'kind: Notes\ntext: {{ tpl (.Files.Get "NOTES.txt") . | toJson }}\n'
-    )
-    monkeypatch.setattr(check, "CHART", chart)
+    """What helm would print after an installation."""
+    monkeypatch.setattr(check, "CHART", with_notes(folder))
     (manifest,) = [manifest for manifest in check.render(values) if manifest["kind"] == "Notes"]
-    return manifest["text"]
+    return str(manifest["text"])
 
 
 def test_the_notes_have_a_line_to_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,10 +370,17 @@ def head_container(spec: dict[str, Any]) -> dict[str, Any]:
     ("change", "message"),
     [
         (lambda spec: spec.update(replicas=2), "RayService: spec: .*replicas"),
-        (lambda spec: spec["rayClusterConfig"].pop("rayVersion"), "rayVersion"),
+        (lambda spec: spec["rayClusterConfig"].pop("headGroupSpec"), "RayService: .*headGroupSpec"),
+        (lambda spec: spec["rayClusterConfig"].update(rayVersion=2), "RayService: spec.rayClusterConfig.rayVersion"),
+        (lambda spec: head_container(spec)["env"].append(head_container(spec)["env"][0]), "env: name: .* twice"),
         (lambda spec: spec["rayClusterConfig"]["workerGroupSpecs"][0].update(maxReplicas=1), "between"),
-        (lambda spec: spec["serveService"]["spec"].update(typ="NodePort"), "Service for Kubernetes 1.27"),
-        (lambda spec: head_container(spec).update(imagePullPolice="Always"), "Pod for Kubernetes 1.27"),
+        (lambda spec: spec["serveService"]["spec"].update(typ="NodePort"), "RayService: .*typ"),
+        (  # only newer ones have it
+            lambda spec: spec["serveService"]["spec"].update(trafficDistribution="PreferClose"),
+            "Service for Kubernetes 1.27",
+        ),
+        (lambda spec: head_container(spec).update(imagePullPolice="Always"), "RayService: .*imagePullPolice"),
+        (lambda spec: head_container(spec).update(restartPolicyRules=[]), "Pod for Kubernetes 1.27"),
         (lambda spec: head_container(spec).update(readinessProbe={"tcpSocket": {"port": 1}}), "KubeRay sets its own"),
         (lambda spec: head_container(spec).update(command=["sleep"]), "KubeRay sets the container's command"),
         (lambda spec: spec.update(serveConfigV2="applications: 3"), "serveConfigV2"),

@@ -7,8 +7,8 @@
 {{- end }}
 
 {{/*
-Which workers there are, as JSON: workers (at most), least, gpus of each, cpus (what a worker asks for by default),
-routers, and perWorker (most routers of a worker, 0 for any). Refuses what Ray could never place: it would wait without
+Which workers there are, as JSON: workers (at most), least, gpus of each, cpus and memory (what a worker asks for by
+default), ranks (on a worker), routers, and perWorker (most routers of a worker, 0 for any). Refuses what Ray could never place: it would wait without
 a message.
 
 Ray places what it can as soon as there is room, in any order: routers on the first worker that comes, for one. So there
@@ -26,6 +26,8 @@ not, each worker has room for everything, or, on CPUs, so much is free that some
 {{- $large := 1 -}}  {{/* GPUs of the largest stage */}}
 {{- $stage := 0.0 -}}  {{/* CPUs of the largest stage */}}
 {{- $pp := 1 -}}
+{{- $ranks := 0 -}}  {{/* of all replicas */}}
+{{- $together := 1 -}}  {{/* ranks of a replica, on CPUs; ranks that share a GPU, on GPUs */}}
 {{- $each := 0.0 -}}  {{/* most CPUs for one GPU */}}
 {{- $sizes := dict -}}
 {{- $shapes := list -}}
@@ -39,6 +41,8 @@ not, each worker has room for everything, or, on CPUs, so much is free that some
 {{- $large = max $large (int .tp) -}}
 {{- $stage = maxf $stage .stage -}}
 {{- $pp = max $pp (int .pp) -}}
+{{- $ranks = add $ranks (mul .most .pp .tp) -}}
+{{- $together = ternary .share (mul .pp .tp) $cuda | int | max $together -}}
 {{- $each = maxf $each (divf (addf .stage 0.01) .gpus) -}}
 {{- $size := printf "%06d" (int .tp) -}}
 {{- $whole := divf (mul .most .pp) .share | ceil | int -}}  {{/* of stages that take GPUs of their own */}}
@@ -105,9 +109,9 @@ not, each worker has room for everything, or, on CPUs, so much is free that some
 {{- fail (printf "workers.resources: a worker has %v CPUs, and a router needs cpus_per_router %v" $cpus $router) -}}
 {{- end -}}
 {{- $all := addf $needed (mulf $routers $router) -}}
-{{- $together := mulf $workers $cpus -}}
-{{- if gt (subf $all 0.00001) $together -}}
-{{- fail (printf "workers.resources: %d workers of %v CPUs have %v together, and the stages of %d replicas, a control actor (0.01) for each, and %d routers of %v need %v" $workers $cpus $together (int $replicas) $routers $router $all) -}}
+{{- $have := mulf $workers $cpus -}}
+{{- if gt (subf $all 0.00001) $have -}}
+{{- fail (printf "workers.resources: %d workers of %v CPUs have %v together, and the stages of %d replicas, a control actor (0.01) for each, and %d routers of %v need %v" $workers $cpus $have (int $replicas) $routers $router $all) -}}
 {{- end -}}
 
 {{- $fits := true -}}
@@ -134,7 +138,13 @@ not, each worker has room for everything, or, on CPUs, so much is free that some
 {{- fail (printf "workers.resources: a worker has %v CPUs, and the stages of %d replicas and %d routers could be placed so that one of them finds no room: give workers %v CPUs (requests.cpu)" $cpus (int $replicas) $routers (ceil $enough)) -}}
 {{- end -}}
 {{- end -}}
-{{ dict "workers" $workers "least" $first "gpus" $gpus "cpus" $default "routers" $routers "perWorker" $per "tp" $large | toJson }}
+{{- $memory := max 8 (add 2 (mul 2 $together)) -}}
+{{- $held := divf $ranks $workers | ceil | int -}}
+{{- if $cuda -}}
+{{- $memory = max (mul 12 $gpus) (add 2 (mul 4 $gpus $together)) -}}
+{{- $held = min $ranks (mul $gpus $together) -}}
+{{- end -}}
+{{ dict "workers" $workers "least" $first "gpus" $gpus "cpus" $default "memory" (printf "%dGi" $memory) "ranks" $held "routers" $routers "perWorker" $per | toJson }}
 {{- end }}
 
 {{/*

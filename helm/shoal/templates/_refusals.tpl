@@ -14,7 +14,7 @@ Refuses values with which pods would never be made, never start, or not hold wha
 {{- include "shoal.checkResources" (dict "at" (printf "%s.resources" $group) "it" (first $pod.spec.containers).resources) -}}
 {{- end -}}
 {{- include "shoal.checkMemory" (dict "at" "head.resources" "it" (first .pods.head.spec.containers).resources "least" 2) -}}
-{{- $ranks := ternary (mul 2 .fit.gpus) (int .fit.tp) (eq $values.device "cuda") -}}
+{{- $ranks := mul .fit.ranks (ternary 2 1 (eq $values.device "cuda")) -}}
 {{- include "shoal.checkMemory" (dict "at" "workers.resources" "it" (first .pods.workers.spec.containers).resources "least" (add 2 $ranks)) -}}
 {{- if gt (include "shoal.drainSeconds" .root | float64) 86400.0 -}}
 {{- fail (printf "config.drain_s is %v: no pod may take longer than a day (86400) to end" $values.config.drain_s) -}}

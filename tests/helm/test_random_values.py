@@ -1,0 +1,248 @@
+"""What renders is accepted: random values are either refused by helm, by name, or what the chart makes of them is what
+the server accepts and Ray can place, on paper.
+
+200 cases of each kind; 2,000 with `--hypothesis-profile=search`.
+"""
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.config import Config, ConfigError, DeploymentConfig, load
+from tests.helm.chart import check, ray_service_of
+from tests.helm.paper import faults, server
+
+CASES = settings(max_examples=max(200, settings.default.max_examples if settings.default else 0))
+SCHEMA = json.loads(check.SCHEMA.read_text())
+
+# ---------------------------------------------------------------- settings
+
+NAMES = ["a", "b", "x y/é", "10", "yes", "org/a", "SmolLM2-135M-Instruct", ""]
+# Values that a schema does not tell of, right ones and wrong ones.
+SPECIAL: dict[str, list[Any]] = {
+    "replicas": [None, 1, 2, 5],
+    "min_replicas": [0, 1, 2, 4],
+    "max_replicas": [None, 1, 2, 3, 6],
+    "cpus_per_rank": [None, 0.25, 0.5, 1, 1.5, 3, 0],
+    "cpus_per_router": [0.25, 0.5, 1, 2.5, 0],
+    "gpus_per_rank": [0.1, 0.3, 0.5, 0.7, 1, 0],
+    "drain_s": [0, 0.5, 120, 86400, -1],
+    "schedule": [None, "uniform", "offline", "fixed_chunk", "fixed"],
+    "tbt_slo": [None, 0, 0.05, -1],
+    "page_size": [1, 16, 64, 65],
+    "kv_tokens": [None, 15, 16, 48, 4096, 1 << 40],
+    "context_length": [None, 1, 48, 4096, 1 << 40],
+    "stage_layers": [None, "30", "15,15", "0,30", "a", "10,10,10", ""],
+    "draft_model": [None, "org/a", "/cache/tiny", ""],
+    "lora_modules": [{}, {"x": "/cache/x"}, {"SmolLM2-135M-Instruct": "/cache/x", "a": "/cache/a"}, {"x": 3}],
+    "max_loras": [None, 0, 1, 8],
+    "aliases": [[], ["a"], [""], ["a", "a"], ["SmolLM2-135M-Instruct"], "a"],
+    "served_model_name": [None, *NAMES],
+    "cors_origins": [None, "*", "https://a.example", "https://a.example, http://b:80", "https://a/", "a", ""],
+    "response_store_dir": [None, "/cache/r", 3],
+    "tool_call_parser": ["auto", "openai", "none", "hermess", ""],
+    "reasoning_parser": ["auto", "openai", "none", "deep", ""],
+    "url": ["https://example.com/v1", "http://a:80", "example.com", "https://a?b", ""],
+    "api_key_env": [None, "KEY", ""],
+}
+
+
+def candidates(schema: dict[str, Any]) -> list[Any]:
+    """Values about the bounds of a setting's schema, and some of other types."""
+    kinds = schema.get("anyOf", [schema])
+    found: list[Any] = [schema["default"]] if "default" in schema else []
+    for kind in kinds:
+        if "enum" in kind or "const" in kind:
+            found += [*kind.get("enum", [kind.get("const")]), "other"]
+        elif kind["type"] == "boolean":
+            found += [True, False]
+        elif kind["type"] in ("integer", "number"):
+            step = 1 if kind["type"] == "integer" else 0.25
+            for bound in {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"} & kind.keys():
+                found += [kind[bound] - step, kind[bound], kind[bound] + step]
+            found += [4096, 10_000_000, 2.5, 0.0000001]
+        elif kind["type"] == "null":
+            found.append(None)
+    return [*found, "many", [1]]
+
+
+def drawn(properties: dict[str, Any], without: tuple[str, ...] = ()) -> st.SearchStrategy[dict[str, Any]]:
+    """Tables of a few settings. Those that rules bind to each other come more often."""
+    values = {key: SPECIAL.get(key) or candidates(schema) for key, schema in properties.items() if key not in without}
+    keys = [*values, *[key for key in SPECIAL if key in values] * 3]
+    chosen = st.lists(st.sampled_from(keys), max_size=4, unique=True)
+    return chosen.flatmap(lambda keys: st.fixed_dictionaries({key: st.sampled_from(values[key]) for key in keys}))
+
+
+OWN = {"name", "model", "upstream", "tp", "pp", "replicas"}
+ENTRY = SCHEMA["properties"]["models"]["items"]["else"]["properties"]
+UPSTREAM = SCHEMA["properties"]["models"]["items"]["then"]["properties"]["upstream"]["properties"]
+
+
+def sizes(most: int) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional={"tp": st.integers(1, most), "pp": st.integers(1, 3)})
+
+
+def models() -> st.SearchStrategy[list[dict[str, Any]]]:
+    name = st.fixed_dictionaries({"name": st.sampled_from(NAMES)})
+    model = st.fixed_dictionaries({"model": st.sampled_from(["org/a", "SmolLM2-135M-Instruct", "/cache/a"])})
+    replicas = st.fixed_dictionaries({}, optional={"replicas": st.integers(1, 4)})
+    here = st.tuples(name, model, replicas, sizes(4), drawn(ENTRY, tuple(OWN)))
+    far = st.tuples(name, drawn(UPSTREAM).map(lambda table: {"upstream": {"url": "http://a/v1"} | table}))
+    tables = st.one_of(here, here, far).map(lambda parts: {key: value for part in parts for key, value in part.items()})
+    return st.lists(tables, min_size=1, max_size=3)
+
+
+def joined(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    return {key: value for part in parts for key, value in part.items()}
+
+
+SETTINGS = st.tuples(
+    sizes(8),
+    st.fixed_dictionaries({"device": st.sampled_from(["cpu", "cuda"])}),
+    st.fixed_dictionaries({}, optional={"replicas": st.sampled_from([None, 1, 2, 3, 7])}),
+    st.fixed_dictionaries({"config": drawn(SCHEMA["properties"]["config"]["properties"])}),
+    st.one_of(st.just({}), st.just({}), st.fixed_dictionaries({"models": models()})),
+    st.just({"env": [{"name": "KEY", "value": "k"}]}),
+).map(joined)
+
+
+def as_file(values: dict[str, Any]) -> dict[str, Any]:
+    """The same settings in a configuration file."""
+    own = {key: values[key] for key in ("device", "tp", "pp", "models", "replicas") if values.get(key) is not None}
+    return {**values["config"], **own}
+
+
+def refused(values: dict[str, Any]) -> str | None:
+    """Helm's words, if it refuses the values."""
+    done = check.run_helm("template", "try", "--namespace", "models", values=values)
+    return done.stderr.strip() if done.returncode else None
+
+
+def keys(table: Any) -> set[str]:
+    if isinstance(table, dict):
+        return {str(key) for key in table} | {name for each in table.values() for name in keys(each)}
+    return {name for each in table for name in keys(each)} if isinstance(table, list) else set()
+
+
+def names_a_value(message: str, values: dict[str, Any]) -> bool:
+    return bool(keys(values) & set(re.findall(r"[\w/.-]+?(?=[\s:.,]|$)", message)) or "workers" in message)
+
+
+def dumped(config: Config) -> list[Any]:
+    return [entry.model_dump(exclude={"device"}) for entry in config.entries]
+
+
+@pytest.mark.slow
+def test_settings_are_refused_exactly_if_the_server_refuses_them() -> None:
+    seen: Counter[str] = Counter()
+
+    @CASES
+    @given(SETTINGS)
+    def all_of(values: dict[str, Any]) -> None:
+        try:
+            asked: Config | None = load(overrides=as_file(values))
+        except ConfigError:
+            asked = None
+        message = refused(values)
+        if message is not None:
+            seen["refused"] += 1
+            assert names_a_value(message, values)
+            idle = values["device"] == "cuda" and asked is not None and not asked.deployments
+            assert asked is None or idle, message
+            return
+        seen["accepted"] += 1
+        manifest = ray_service_of(check.render(values))
+        got = server(manifest)
+        assert asked is not None, load(overrides=as_file(values))
+        assert dumped(got.config) == dumped(asked)
+        assert got.routers == asked.num_routers
+        assert not list(faults(manifest))
+
+    all_of()
+    assert min(seen["refused"], seen["accepted"]) >= 40, seen
+
+
+# ---------------------------------------------------------------- pods
+
+AMOUNTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "cpu": st.sampled_from([1, 2, "3", 4, "5500m", 8, "12", 32, "0.5", "4k", None]),
+        "memory": st.sampled_from(["8Gi", "64Gi", "512Gi", "3000M", "1Ti", "16", None]),
+        "rdma/hca": st.sampled_from([1, "2", "500m"]),
+    },
+)
+RESOURCES = st.one_of(st.none(), st.fixed_dictionaries({}, optional={"requests": AMOUNTS, "limits": AMOUNTS}))
+PODS = st.tuples(
+    st.fixed_dictionaries({"device": st.sampled_from(["cpu", "cuda", "cuda"])}),
+    st.fixed_dictionaries({}, optional={"replicas": st.sampled_from([1, 2, 3, 5, 8, 16, 64])}),
+    st.fixed_dictionaries({}, optional={"routers": st.sampled_from([None, 1, 2, 6, 40])}),
+    st.fixed_dictionaries({}, optional={"tp": st.sampled_from([1, 2, 3, 4, 8]), "pp": st.integers(1, 3)}),
+    st.fixed_dictionaries(
+        {"config": st.fixed_dictionaries({}, optional={k: st.sampled_from(SPECIAL[k][:-1]) for k in (
+            "cpus_per_rank", "cpus_per_router", "gpus_per_rank", "max_replicas", "drain_s")})}
+    ),
+    st.fixed_dictionaries(
+        {
+            "workers": st.fixed_dictionaries(
+                {},
+                optional={
+                    "count": st.sampled_from([None, 1, 2, 3, 8]),
+                    "gpusPerWorker": st.sampled_from([None, 1, 2, 4, 8, 6]),
+                    "resources": RESOURCES,
+                },
+            ),
+            "head": st.fixed_dictionaries({}, optional={"resources": RESOURCES}),
+        }
+    ),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "autoscaling": st.fixed_dictionaries(
+                {"enabled": st.booleans()},
+                optional={"minWorkers": st.integers(0, 3), "maxWorkers": st.sampled_from([None, 1, 4, 9])},
+            ),
+            "models": st.lists(
+                st.fixed_dictionaries(
+                    {"name": st.sampled_from(["a", "b", "c", "d"]), "model": st.just("org/a")},
+                    optional={"tp": st.sampled_from([1, 2, 3, 4]), "replicas": st.integers(1, 6),
+                              "pp": st.integers(1, 2), "cpus_per_rank": st.sampled_from([0.5, 1, 2])},
+                ),
+                min_size=1, max_size=3,
+            ),
+        },
+    ),
+).map(joined)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_pods_of_random_sizes_hold_what_runs_in_them() -> None:
+    seen: Counter[str] = Counter()
+
+    @CASES
+    @given(PODS)
+    def all_of(values: dict[str, Any]) -> None:
+        message = refused(values)
+        if message is not None:
+            seen["refused"] += 1
+            assert names_a_value(message, values)
+            return
+        seen["accepted"] += 1
+        manifests = check.render(values)
+        check.check_manifests(manifests)
+        assert not list(faults(ray_service_of(manifests)))
+
+    all_of()
+    assert min(seen["refused"], seen["accepted"]) >= 40, seen
+
+
+def test_every_setting_is_drawn() -> None:
+    drawn_keys = {*SCHEMA["properties"]["config"]["properties"], "device", "tp", "pp", "replicas", "models", "model"}
+    left = set(Config.model_fields) - drawn_keys - set(check.TAKEN_KEYS) - {"routers"}
+    assert not left and set(DeploymentConfig.model_fields) - set(ENTRY) <= {"device", *check.TAKEN_KEYS}
