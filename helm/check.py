@@ -62,6 +62,10 @@ class CheckError(Exception):
     """The chart is wrong, or something that the check needs is missing. The message says what."""
 
 
+class RefusedError(CheckError):
+    """Helm does not render these values. The message has its words."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the checks. Returns 1 after the first that fails."""
     parser = argparse.ArgumentParser(prog="helm/check.py", description=(__doc__ or "").split("\n")[0])
@@ -159,10 +163,10 @@ def lint(values: dict[str, Any]) -> None:
 
 
 def render(values: dict[str, Any], release: str = "try") -> list[dict[str, Any]]:
-    """The manifests of a release. Raises CheckError with helm's own message."""
+    """The manifests of a release. Raises RefusedError with helm's own message."""
     done = run_helm("template", release, "--namespace", "models", values=values)
     if done.returncode != 0:
-        raise CheckError(f"helm template: {done.stderr.strip()}")
+        raise RefusedError(f"helm template: {done.stderr.strip()}")
     return [manifest for manifest in yaml.load_all(done.stdout, LOADER) if manifest]
 
 
@@ -201,9 +205,7 @@ def check_plain(manifest: dict[str, Any]) -> None:
 
 def check_ray_service(manifest: dict[str, Any]) -> None:
     """Validates the RayService, the Service and the pods in it, and its Serve configuration. Raises CheckError."""
-    error = next(_crd().iter_errors(manifest), None)
-    if error is not None:
-        raise CheckError(f"RayService: {_path(error)}: {error.message}")
+    check_crd(manifest)
     if not re.fullmatch("[a-z]([-a-z0-9]{0,39}[a-z0-9])?", name := manifest["metadata"]["name"]):
         raise CheckError(f"RayService: metadata.name: KubeRay makes no longer names of {name}")
     spec = manifest["spec"]
@@ -222,6 +224,13 @@ def check_ray_service(manifest: dict[str, Any]) -> None:
         if not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
             raise CheckError(f"worker group {group['groupName']}: replicas are not between the least and the most")
     check_serve(spec["serveConfigV2"])
+
+
+def check_crd(manifest: dict[str, Any]) -> None:
+    """Validates a RayService against KubeRay's own schema. Raises CheckError."""
+    error = next(_crd().iter_errors(manifest), None)
+    if error is not None:
+        raise CheckError(f"RayService: {_path(error)}: {error.message}")
 
 
 @cache

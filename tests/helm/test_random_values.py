@@ -118,20 +118,25 @@ def as_file(values: dict[str, Any]) -> dict[str, Any]:
     return {**values["config"], **own}
 
 
-def refused(values: dict[str, Any]) -> str | None:
-    """Helm's words, if it refuses the values."""
-    done = check.run_helm("template", "try", "--namespace", "models", values=values)
-    return done.stderr.strip() if done.returncode else None
+def rendered(values: dict[str, Any], seen: Counter[str]) -> tuple[dict[str, Any] | None, str]:
+    """The RayService; None if helm refuses the values, and its words, which name one of them."""
+    try:
+        manifest = ray_service_of(check.render(values))
+    except check.RefusedError as error:
+        seen["refused"] += 1
+        message = str(error)
+        names = {"workers"} | keys(values) - {"config", "env", "name", "value"}
+        assert names & set(re.findall(r"[\w/-]+", message)), message
+        return None, message
+    seen["accepted"] += 1
+    check.check_crd(manifest)
+    return manifest, ""
 
 
 def keys(table: Any) -> set[str]:
     if isinstance(table, dict):
         return {str(key) for key in table} | {name for each in table.values() for name in keys(each)}
     return {name for each in table for name in keys(each)} if isinstance(table, list) else set()
-
-
-def names_a_value(message: str, values: dict[str, Any]) -> bool:
-    return bool(keys(values) & set(re.findall(r"[\w/.-]+?(?=[\s:.,]|$)", message)) or "workers" in message)
 
 
 def dumped(config: Config) -> list[Any]:
@@ -149,15 +154,11 @@ def test_settings_are_refused_exactly_if_the_server_refuses_them() -> None:
             asked: Config | None = load(overrides=as_file(values))
         except ConfigError:
             asked = None
-        message = refused(values)
-        if message is not None:
-            seen["refused"] += 1
-            assert names_a_value(message, values)
-            idle = values["device"] == "cuda" and asked is not None and not asked.deployments
-            assert asked is None or idle, message
+        manifest, message = rendered(values, seen)
+        if manifest is None:
+            is_idle = values["device"] == "cuda" and asked is not None and not asked.deployments
+            assert asked is None or is_idle, message
             return
-        seen["accepted"] += 1
-        manifest = ray_service_of(check.render(values))
         got = server(manifest)
         assert asked is not None, load(overrides=as_file(values))
         assert dumped(got.config) == dumped(asked)
@@ -228,15 +229,8 @@ def test_pods_of_random_sizes_hold_what_runs_in_them() -> None:
     @CASES
     @given(PODS)
     def all_of(values: dict[str, Any]) -> None:
-        message = refused(values)
-        if message is not None:
-            seen["refused"] += 1
-            assert names_a_value(message, values)
-            return
-        seen["accepted"] += 1
-        manifests = check.render(values)
-        check.check_manifests(manifests)
-        assert not list(faults(ray_service_of(manifests)))
+        manifest, _ = rendered(values, seen)
+        assert manifest is None or not list(faults(manifest))
 
     all_of()
     assert min(seen["refused"], seen["accepted"]) >= 40, seen

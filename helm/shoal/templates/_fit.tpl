@@ -123,12 +123,7 @@ not, each worker has room for everything, or, on CPUs, so much is free that some
 {{- $full = mulf $held (addf $stage 0.01) -}}
 {{- $fits = and $alike (ge (mulf $held $workers) (float64 $stages)) -}}
 {{- end -}}
-{{- $beside := maxf 0.0 (divf (subf $cpus $full) $router | floor) | int | min 100 -}}
-{{- /* Serve gives each of n routers a share 1/n of a worker, and Ray rounds it to ten thousandths: some sums exceed 1. */ -}}
-{{- $per := 0 -}}
-{{- range $number := untilStep (int $beside) 0 -1 -}}
-{{- if and (eq $per 0) (le (mul $number (round (divf 10000 $number) 0 | int)) 10000) }}{{ $per = $number }}{{ end -}}
-{{- end -}}
+{{- $per := maxf 0.0 (divf (subf $cpus $full) $router | floor) | int | min 100 -}}  {{/* 100: Serve takes no more */}}
 {{- if not (and $fits (le $full $cpus) (le $routers (mul $per $workers | int))) -}}
 {{- $per = 0 -}}
 {{- $largest := maxf $stage $router -}}
