@@ -438,7 +438,9 @@ class _Folded:
             return node
         text = json.dumps(node)
         if text not in self._names:
-            inner = {key: self._fold(each, name if key in ("items", "properties") else key) for key, each in node.items()}
+            inner = {
+                key: self._fold(each, name if key in ("items", "properties") else key) for key, each in node.items()
+            }
             if self._counts[text] == 1 or len(text) < 100 or not {"type", "properties"} & node.keys():
                 return inner
             self._names[text] = name if name not in self.parts else f"{name}{len(self.parts)}"
