@@ -4,7 +4,7 @@
 2. Checks the manifests against the schemas of Kubernetes, of KubeRay's RayService, of Ray Serve and of Shoal.
 3. Checks that the wrong values in `refused.yaml` are refused.
 
-`--write` first puts what follows from the code into the chart: the configuration's keys into `values.schema.json`, their
+`--write` first puts what follows from the code into the chart: keys of the configuration into `values.schema.json`, their
 defaults into `defaults.json`. `--crd FILE` first makes `rayservice.schema.json` anew from KubeRay's CRD.
 """
 

@@ -50,10 +50,6 @@ def cluster(values: dict[str, Any]) -> Any:
     return ray_service(values)["spec"]["rayClusterConfig"]
 
 
-def head(values: dict[str, Any]) -> dict[str, Any]:
-    return dict(cluster(values)["headGroupSpec"])
-
-
 def workers(values: dict[str, Any]) -> dict[str, Any]:
     (group,) = cluster(values)["workerGroupSpecs"]
     return dict(group)
@@ -64,7 +60,7 @@ def container(group: dict[str, Any]) -> Any:
     return only
 
 
-def environment(group: dict[str, Any]) -> dict[str, str]:
+def variables(group: dict[str, Any]) -> dict[str, str]:
     return {variable["name"]: variable.get("value") for variable in container(group)["env"]}
 
 

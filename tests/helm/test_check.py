@@ -1,6 +1,7 @@
 """The chart through `helm/check.py`, what it derives from its values, and that the checks themselves can fail."""
 
 import copy
+import inspect
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton.knobs
 import yaml
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
@@ -24,14 +26,14 @@ from tests.helm.chart import (
     check,
     cluster,
     container,
-    environment,
-    head,
     ray_service,
     render,
     served,
+    variables,
     with_notes,
     workers,
 )
+from tests.helm.paper import faults
 
 CheckError, check_manifests = check.CheckError, check.check_manifests
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -194,6 +196,117 @@ def test_ray_asks_for_a_token() -> None:
     assert cluster({})["authOptions"] == {"mode": "token"}
 
 
+@pytest.mark.parametrize(
+    ("image", "name"),
+    [
+        ({"tag": "1"}, "shoal:1"),
+        ({"digest": "sha256:" + "a" * 64}, "shoal@sha256:" + "a" * 64),
+        ({"digest": "sha256:" + "a" * 64, "tag": "1"}, "shoal:1@sha256:" + "a" * 64),
+        ({"repository": "registry.example.org:5000/team/shoal"}, "registry.example.org:5000/team/shoal:0.1.0-cpu"),
+    ],
+)
+def test_an_image_is_named_by_tag_or_digest(image: dict[str, str], name: str) -> None:
+    assert container(workers({"image": image}))["image"] == name
+
+
+def test_every_pod_runs_at_ray_s_highest_priority_and_keeps_compiled_kernels() -> None:
+    for group in (cluster({})["headGroupSpec"], workers({})):
+        assert variables(group)["RAY_worker_niceness"] == "0"
+        paths = [variables(group)[name] for name in ("FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR")]
+        assert all(Path(path).is_relative_to("/cache") for path in paths)
+    assert "TRITON_CACHE_DIR" in inspect.getsource(triton.knobs)
+
+
+def test_replicas_that_share_gpus_have_no_more_than_they_need() -> None:
+    values = {"device": "cuda", "replicas": 4, "config": {"gpus_per_rank": 0.5}}
+    assert workers(values)["replicas"] == 2
+    assert workers(values | {"workers": {"count": 2}})["replicas"] == 2
+    assert workers(values | {"workers": {"gpusPerWorker": 2}})["replicas"] == 1
+
+
+def test_a_part_of_a_gpu_is_a_gpu_to_ray() -> None:
+    group = workers({"device": "cuda", "workers": {"gpuResource": "nvidia.com/mig-1g.10gb"}})
+    assert container(group)["resources"]["limits"] == {"memory": "12Gi", "nvidia.com/mig-1g.10gb": 1}
+    assert group["rayStartParams"]["num-gpus"] == "1"
+
+
+@pytest.mark.parametrize("given", [None, {}, {"requests": None}, {"limits": {"memory": None}}])
+def test_resources_that_are_left_out_have_defaults(given: Any) -> None:
+    asked = {"limits": {"memory": "8Gi"}, "requests": {"cpu": "4", "memory": "8Gi"}}
+    assert container(workers({"workers": {"resources": given}}))["resources"] == asked
+    more = container(workers({"workers": {"resources": {"requests": {"memory": "64Gi"}}}}))["resources"]
+    assert more["limits"]["memory"] == more["requests"]["memory"] == "64Gi"
+
+
+def test_settings_may_name_folders_on_volumes_and_in_the_image() -> None:
+    values = {
+        "model": "/models/mine",
+        "extraVolumes": [{"name": "models", "nfs": {"server": "files", "path": "/models"}}],
+        "extraVolumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+        "image": {"folders": ["/opt/adapters"]},
+        "config": {"lora_modules": {"x": "/opt/adapters/x"}, "response_store_dir": "/cache/responses"},
+    }
+    manifests = render(values)
+    check_manifests(manifests)
+    for group in (cluster(values)["headGroupSpec"], workers(values)):
+        assert {"name": "models", "mountPath": "/models", "readOnly": True} in container(group)["volumeMounts"]
+        assert "models" in {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+
+
+def test_the_head_takes_no_claim_from_the_workers() -> None:
+    values = {"replicas": 1, "cache": {"create": True, "accessModes": ["ReadWriteOnce"]}}
+    (volume,) = cluster(values)["headGroupSpec"]["template"]["spec"]["volumes"]
+    assert "emptyDir" in volume and "persistentVolumeClaim" in workers(values)["template"]["spec"]["volumes"][0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ({"replicas": 64, "tp": 8}, 64),
+        ({"replicas": 64, "workers": {"gpusPerWorker": 8}}, 8),
+        ({"replicas": 16, "tp": 8, "pp": 2}, 32),
+    ],
+)
+def test_large_servers_have_room_on_paper(sizes: dict[str, Any], count: int) -> None:
+    values = {"device": "cuda", **sizes}
+    assert workers(values)["replicas"] == count
+    assert not list(faults(ray_service(values)))
+
+
+def test_what_the_paper_must_find() -> None:
+    """Of manifests that the chart does not make."""
+
+    def changed(values: dict[str, Any], change: Callable[[Any], object]) -> list[str]:
+        manifest = copy.deepcopy(ray_service(values))
+        change(manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0])
+        return list(faults(manifest))
+
+    gpus = {"device": "cuda", "replicas": 3, "tp": 2}
+    assert changed(gpus, lambda group: group.update(maxReplicas=2))
+    assert changed(gpus, lambda group: container(group)["resources"]["requests"].update(cpu=2))
+    assert changed({}, lambda group: container(group)["resources"]["requests"].update(cpu=1))
+    assert changed({}, lambda group: container(group)["resources"]["requests"].update(memory="9Gi"))
+    assert changed({}, lambda group: container(group)["resources"]["limits"].update(memory="2Gi"))
+    assert not changed(gpus, lambda group: group.update(maxReplicas=4))
+
+
+def test_no_change_of_numbers_changes_how_many_routers_a_worker_takes() -> None:
+    """It would restart routers."""
+    for sizes in ({"tp": 8}, {"workers": {"gpusPerWorker": 8}}, {"config": {"gpus_per_rank": 0.5}}):
+        found = {
+            json.dumps(
+                [
+                    served({"device": "cuda", "replicas": replicas, **sizes})["applications"][0]["deployments"][1].get(
+                        "max_replicas_per_node"
+                    ),
+                    container(workers({"device": "cuda", "replicas": replicas, **sizes}))["resources"],
+                ]
+            )
+            for replicas in (1, 2, 5, 9, 32)
+        }
+        assert len(found) == 1 and "null" not in found.pop()
+
+
 def test_any_resource_that_the_cluster_knows_can_be_asked_for() -> None:
     limits = {"rdma/hca": 1, "vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "5Gi", "memory": "8Gi"}
     values = {"device": "cuda", "tp": 2, "workers": {"resources": {"limits": limits}}}
@@ -223,6 +336,27 @@ def test_autoscaling_begins_small_and_has_room_for_all() -> None:
     beside = scaled["autoscalerOptions"]["securityContext"]
     assert beside == container(group)["securityContext"]
     assert group["template"]["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+def test_replicas_at_the_start_are_within_the_bounds_of_autoscaling() -> None:
+    def first(config: dict[str, int], **more: int) -> int:
+        values = {"config": config, **more}
+        assert not list(faults(ray_service(values)))
+        return int(served(values)["applications"][0]["deployments"][0]["num_replicas"])
+
+    assert first({"max_replicas": 8, "min_replicas": 4}) == 4
+    assert first({"max_replicas": 1}) == 1
+    assert first({"max_replicas": 8, "min_replicas": 0}) == 2
+    assert first({"max_replicas": 8}, replicas=5) == 5
+
+
+def test_the_example_of_autoscaling_scales() -> None:
+    values = yaml.safe_load((ROOT / "helm" / "examples" / "autoscaling.yaml").read_text())
+    (told,) = served(values)["applications"]
+    (model,) = Config.model_validate(told["args"]).deployments
+    assert told["external_scaler_enabled"] and model.min_replicas < told["deployments"][0]["num_replicas"]
+    assert told["deployments"][0]["num_replicas"] < model.most_replicas == workers(values)["maxReplicas"]
+    assert workers(values)["minReplicas"] == 0 and cluster(values)["enableInTreeAutoscaling"]
 
 
 def test_keys_come_from_a_secret_and_never_into_the_manifest() -> None:
@@ -261,13 +395,13 @@ def test_models_are_kept_where_it_is_said(cache: dict[str, Any], volume: dict[st
     assert [manifest["kind"] for manifest in manifests] == kinds
     (pod_volume,) = [v for v in workers({"cache": cache})["template"]["spec"]["volumes"] if v["name"] == "cache"]
     assert pod_volume == {"name": "cache", **volume}
-    environment = {variable["name"]: variable.get("value") for variable in container(workers({}))["env"]}
+    environment = variables(workers({}))
     assert environment["SHOAL_CACHE"].startswith("/cache/") and environment["HF_HOME"].startswith("/cache/")
 
 
 def test_requests_reach_routers_through_haproxy() -> None:
     for group in (cluster({})["headGroupSpec"], workers({})):
-        environment = {variable["name"]: variable.get("value") for variable in container(group)["env"]}
+        environment = variables(group)
         assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == environment["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"
 
 
@@ -278,7 +412,7 @@ def test_nothing_ends_before_its_streams_may(config: dict[str, Any], drain_s: fl
     """Neither the HAProxies of before a change, nor a pod."""
     values = {"config": config}
     for group in (cluster(values)["headGroupSpec"], workers(values)):
-        environment = {variable["name"]: variable.get("value") for variable in container(group)["env"]}
+        environment = variables(group)
         assert int(environment["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) == drain_s + 60
         # A router's way to end is the longest.
         spared_s = drain_s + STOP_S + DEREGISTER_S
@@ -406,6 +540,12 @@ def test_a_mistake_in_a_manifest_is_found(change: Callable[[dict[str, Any]], obj
 def test_a_manifest_without_a_ray_service_is_no_chart_of_ours() -> None:
     with pytest.raises(CheckError, match="one RayService"):
         check_manifests([])
+
+
+def test_the_table_has_many_kinds_of_wrong_values() -> None:
+    """Each is refused with its words by `test_the_whole_check_passes`."""
+    table = yaml.safe_load((ROOT / "helm" / "refused.yaml").read_text())
+    assert len({json.dumps(values) for _, values in table.values()}) == len(table) >= 60
 
 
 def test_values_that_should_be_refused_and_are_not() -> None:

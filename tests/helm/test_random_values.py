@@ -75,7 +75,7 @@ def candidates(schema: dict[str, Any]) -> list[Any]:
 BOUND: list[dict[str, list[Any]]] = [
     {"max_replicas": [None, 1, 3, 3, 6], "min_replicas": [0, 1, 2, 4]},
     {"max_replicas": [None, 4], "target_wait_s": [2, 1], "downscale_delay_s": [300, 60]},
-    {"kv_tokens": [None, 16, 32, 4096], "page_size": [16, 32, 64], "context_length": [None, 16, 4096, 8192]},
+    {"kv_tokens": [None, 16, 32, 4096], "page_size": [16, 64], "context_length": [None, 16, 4096, 8192]},
     {"schedule": [None, "uniform", "offline", "fixed_chunk"], "tbt_slo": [None, 0, 0.05], "finish": ["all", "most"]},
     {"draft_model": [None, "org/a", "/cache/tiny"], "speculation": ["auto", "off"]},
     {"lora_modules": [{}, {"x": "/cache/x"}, {"a": "/cache/a"}], "max_loras": [None, 0, 2]},
