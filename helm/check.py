@@ -4,8 +4,8 @@
 2. Checks the manifests against the schemas of Kubernetes, of KubeRay's RayService, of Ray Serve and of Shoal.
 3. Checks that the wrong values in `refused.yaml` are refused.
 
-`--write` first puts what follows from the code into the chart: keys of the configuration into `values.schema.json`, their
-defaults into `defaults.json`. `--crd FILE` first makes `rayservice.schema.json` anew from KubeRay's CRD.
+`--write` first puts what follows from the code into the chart: the keys of the configuration into `values.schema.json`,
+their defaults into `defaults.json`. `--crd FILE` first makes `rayservice.schema.json` of KubeRay's CRD.
 """
 
 import argparse
@@ -328,7 +328,7 @@ def written_parts() -> dict[str, Any]:
 
 
 def defaults() -> dict[str, Any]:
-    """What the templates must know of the code: the defaults of settings, and the disk that known models need."""
+    """Facts of the code for the templates: the defaults of settings, and the disk that known models need."""
     fields = {key: Config.model_fields[key] for key in (*DEFAULTS, "drain_s", "cpus_per_router")}
     config = {key: field.default for key, field in fields.items() if key not in OWN_KEYS + TAKEN_KEYS}
     return {"config": config, "known": {name: packaged.disk_bytes for name, packaged in KNOWN.items()}}
@@ -360,7 +360,7 @@ def write_schema() -> None:
         properties |= {"config": parts["config"]} if key == "pp" else {}
     schema["properties"] = properties
     text = json.dumps(schema, indent=2)
-    for key, part in kubernetes_parts().items():  # long, and nobody's to read: a line each
+    for key, part in kubernetes_parts().items():  # long, and not for readers: a line each
         folded = json.dumps({key: part}, indent=2)[2:-2].replace("\n", "\n  ")
         text = text.replace(folded, f'  "{key}": {json.dumps(part)}')
     SCHEMA.write_text(text + "\n")

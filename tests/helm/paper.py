@@ -112,7 +112,7 @@ class Server:
                 for node, (left, each) in zip(nodes, before, strict=True):
                     node.cpus, node.gpus = left, each
                 return False
-            max(room, key=lambda node, cpus=cpus, gpus=gpus: node.score(cpus, gpus)).take(cpus, gpus)  # type: ignore[misc]
+            max(room, key=lambda node, cpus=cpus, gpus=gpus: node.score(cpus, gpus)).take(cpus, gpus)
         return True
 
 

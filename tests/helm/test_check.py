@@ -333,8 +333,7 @@ def test_autoscaling_begins_small_and_has_room_for_all() -> None:
     assert workers({"replicas": 3, "autoscaling": {"enabled": True}})["maxReplicas"] == 3
     assert "enableInTreeAutoscaling" not in cluster({"autoscaling": {"maxWorkers": 6}})
     # Its container must be as the others where Pod Security's level is "restricted".
-    beside = scaled["autoscalerOptions"]["securityContext"]
-    assert beside == container(group)["securityContext"]
+    assert scaled["autoscalerOptions"]["securityContext"] == container(group)["securityContext"]
     assert group["template"]["spec"]["securityContext"]["runAsNonRoot"] is True
 
 

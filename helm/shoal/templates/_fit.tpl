@@ -12,8 +12,8 @@ default), ranks (on a worker), routers, and perWorker (most routers of a worker,
 a message.
 
 Ray places what it can as soon as there is room, in any order: routers on the first worker that comes, for one. So there
-must be room in every order. A worker has room for perWorker routers beside all stages that it can hold. Where it has
-not, each worker has room for everything, or, on CPUs, so much is free that some worker always has room.
+must be room in every order. A worker has room for perWorker routers and all stages that it can hold. Where it has not,
+each worker has room for everything, or, on CPUs, so much is free that some worker always has room.
 */}}
 {{- define "shoal.fit" -}}
 {{- $values := .Values -}}

@@ -154,12 +154,12 @@ spec:
           value: /cache/shoal
         - name: HF_HOME
           value: /cache/huggingface
-        # Compiled kernels, which would else be made anew in every pod.
+        # Compiled kernels, which every pod would else make again.
         - name: FLASHINFER_WORKSPACE_BASE
           value: /cache
         - name: TRITON_CACHE_DIR
           value: /cache/triton
-        # Ray starts workers at niceness 15: beside any other load of the node, replicas would starve.
+        # Ray starts workers at niceness 15: under any other load of the node, replicas would starve.
         - name: RAY_worker_niceness
           value: "0"
         # HAProxy in every pod, straight to the routers: Serve's own proxy costs a token more than a router does.
