@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 
 from router.formats.families import PARSERS, THINKING, TOOLS
 
@@ -12,7 +12,17 @@ _ORIGIN = re.compile(r"https?://[^/?#@,\s]+")
 _BASE = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 
 
-Aliases = tuple[Annotated[str, Field(min_length=1)], ...]
+def _checked(value: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in value:
+        raise ValueError("a name has at least one character")
+    return value
+
+
+Aliases = Annotated[
+    tuple[str, ...],
+    AfterValidator(_checked),
+    Field(json_schema_extra={"items": {"type": "string", "minLength": 1}}),
+]
 
 
 class ModelConfig(BaseModel):
@@ -49,13 +59,13 @@ class ModelConfig(BaseModel):
         "auto",
         description=f"how the model writes calls of tools: {', '.join(sorted(TOOLS))}, openai, or none for text; auto: "
         "as its chat template says",
-        json_schema_extra={"enum": sorted({*PARSERS, *TOOLS})},
+        json_schema_extra={"enum": [*sorted({*PARSERS, *TOOLS})]},
     )
     reasoning_parser: str = Field(
         "auto",
         description=f"how the model writes what it thinks: {', '.join(sorted(THINKING))}, or none for text; auto: as "
         "its chat template or vocabulary says",
-        json_schema_extra={"enum": sorted({*PARSERS, *THINKING})},
+        json_schema_extra={"enum": [*sorted({*PARSERS, *THINKING})]},
     )
     pooling: Literal["auto", "last", "mean"] = Field(
         "auto",

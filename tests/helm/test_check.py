@@ -273,6 +273,19 @@ def test_large_servers_have_room_on_paper(sizes: dict[str, Any], count: int) -> 
     assert not list(faults(ray_service(values)))
 
 
+@pytest.mark.parametrize(
+    "config", [{"cpus_per_router": 2.5}, {"cpus_per_rank": 1.9, "cpus_per_router": 0.5}, {"cpus_per_rank": 3}, {}]
+)
+def test_workers_by_default_have_room_for_any_number(config: dict[str, float]) -> None:
+    for sizes in (
+        {"replicas": 3},
+        {"replicas": 9, "tp": 2},
+        {"replicas": 4, "pp": 3},
+        {"replicas": 5, "device": "cuda"},
+    ):
+        assert not list(faults(ray_service({**sizes, "config": config})))
+
+
 def test_what_the_paper_must_find() -> None:
     """Of manifests that the chart does not make."""
 

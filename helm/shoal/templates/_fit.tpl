@@ -8,8 +8,8 @@
 
 {{/*
 Which workers there are, as JSON: workers (at most), least, gpus of each, cpus and memory (what a worker asks for by
-default), ranks (on a worker), routers, and perWorker (most routers of a worker, 0 for any). Refuses what Ray could never place: it would wait without
-a message.
+default), ranks (on a worker), routers, and perWorker (most routers of a worker, 0 for any). Refuses what Ray could never
+place: it would wait without a message.
 
 Ray places what it can as soon as there is room, in any order: routers on the first worker that comes, for one. So there
 must be room in every order. A worker has room for perWorker routers and all stages that it can hold. Where it has not,
@@ -87,7 +87,11 @@ each worker has room for everything, or, on CPUs, so much is free that some work
 {{- $full = mulf (mul (div $gpus (int .tp)) (int .share)) (addf .stage 0.01) -}}
 {{- end -}}
 {{- end -}}
-{{- $default := maxf 4.0 (addf (mulf $pp (addf $stage 0.01)) $router (ternary 0.0 $stage $alike) | ceil) -}}
+{{- /* By the sizes of stages and routers alone, enough for any number of replicas with the default number of routers. */ -}}
+{{- $default := addf $stage 0.01 $router | ceil | maxf 4.0 -}}
+{{- if or (not $alike) (gt (int $pp) 1) (ge $default (mulf 2 (addf $stage 0.01))) -}}  {{/* a worker may hold two stages */}}
+{{- $default = addf (mulf $pp (addf $stage 0.01)) (mulf 0.5 $router) (maxf $stage $router) | ceil | maxf 4.0 -}}
+{{- end -}}
 {{- if $cuda -}}
 {{- $default = addf $full (mulf $router (divf $gpus (mul 2 $large) | ceil)) | ceil -}}
 {{- range $models -}}
