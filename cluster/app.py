@@ -11,7 +11,7 @@ The same for every way to start it, except for who listens.
 """
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -27,8 +27,10 @@ from ray.serve.schema import LoggingConfig
 from cluster import log_lines
 from cluster.autoscaler import Autoscaler, Teller
 from cluster.config import Config, DeploymentConfig, load, upstream_keys
-from cluster.deployed import APP, watch_targets
+from cluster.deployed import APP, STREAMS_S, watch
 from cluster.followed_config import unscaled, unscaled_deployment
+from cluster.hang import end_if_stuck
+from cluster.joined import NODE_SHARE
 from cluster.models import resolve
 from cluster.replica import CONTROL_CPUS, STOP_S, Replica, bundles
 from cluster.request_router import ServePlacer, listen
@@ -42,9 +44,6 @@ from worker.folders import cache_folder
 
 ROUTER = "Router"  # the name of the routers' deployment
 UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
-# How long a router behind Serve's HAProxy answers new requests once it is taken away, until every HAProxy knows: Ray's
-# RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S.
-DEREGISTER_S = 30.0
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
 )
@@ -52,7 +51,6 @@ PLACEMENT = RequestRouterConfig(
 # wait for other processes most of the time, so a starved machine is the most that could delay them. Serve's own 30 s
 # would leave what hangs in place for a minute and a half.
 HEALTH_ANSWER_S = 10.0
-NODE_SHARE = 0.001  # of the resource that stands for a node: an actor that asks for some of it runs there
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -77,14 +75,25 @@ def settle(config: Config, gpus: float) -> tuple[Config, str | None]:
     return config.changed(settled), note
 
 
-def application(config: Config, node: str | None = None, replica_type: type[Replica] = Replica) -> Application:
-    """The application. With a `node` (its address in Ray) the routers run on that machine and listen on `host` and
-    `port` themselves. Without one they run anywhere, behind Serve's proxies. `config` must be settled. Raises
-    ConfigError for a key of another endpoint that this process's environment does not have."""
-    return routers(config, [_replicas(config, deployment, replica_type) for deployment in config.deployments], node)
+def application(
+    config: Config,
+    nodes: Sequence[str] = (),
+    replica_type: type[Replica] = Replica,
+    spare: Collection[str] = (),
+) -> Application:
+    """The application. With `nodes` (their addresses in Ray) the routers run on each of these machines and listen on
+    `host` and `port` themselves; their CPUs are reserved already (`cluster.joined.reserve`). Without, they run
+    anywhere, behind Serve's proxies. `spare`: models of which the cluster has room for one more replica. `config` must
+    be settled. Raises ConfigError for a key of another endpoint that this process's environment does not have."""
+    replicas = [
+        _replicas(config, deployment, replica_type, deployment.name in spare) for deployment in config.deployments
+    ]
+    return routers(config, replicas, nodes)
 
 
-def _replicas(config: Config, deployment: DeploymentConfig, replica_type: type[Replica]) -> Application:
+def _replicas(
+    config: Config, deployment: DeploymentConfig, replica_type: type[Replica], has_spare: bool
+) -> Application:
     """The deployment of one model's replicas. Each replica has a placement group of its own."""
     return serve.deployment(
         name=config.deployment_name(deployment),
@@ -92,6 +101,8 @@ def _replicas(config: Config, deployment: DeploymentConfig, replica_type: type[R
         ray_actor_options={"num_cpus": CONTROL_CPUS},
         placement_group_bundles=bundles(deployment),
         placement_group_strategy="PACK",
+        # A new version of a replica starts before one of the old version ends, where there is room for it.
+        max_surge_percent=1 if has_spare else 0,
         request_router_config=PLACEMENT,
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=HEALTH_ANSWER_S,
@@ -100,24 +111,48 @@ def _replicas(config: Config, deployment: DeploymentConfig, replica_type: type[R
     )(replica_type).bind(unscaled_deployment(deployment), config.drain_s, config.log_format)
 
 
-def routers(config: Config, replicas: Sequence[Application], node: str | None = None) -> Application:
+def routers(config: Config, replicas: Sequence[Application], nodes: Sequence[str] = ()) -> Application:
     """The routers of `application`, in front of deployments that publish the same metadata as `Replica`, one for each
     of `config.deployments`. Raises ConfigError."""
-    actor: dict[str, Any] = {"num_cpus": config.cpus_per_router}
-    if node is not None:
-        actor["resources"] = {f"node:{node}": NODE_SHARE}
+    autoscaler = _autoscaler(config)
+    if not nodes:
+        return _routers(config, replicas, autoscaler, None)
+    first, *others = nodes
+    return _routers(config, replicas, autoscaler, first, [_routers(config, replicas, autoscaler, it) for it in others])
+
+
+def _routers(
+    config: Config,
+    replicas: Sequence[Application],
+    autoscaler: Application | None,
+    node: str | None,
+    others: Sequence[Application] = (),
+) -> Application:
+    """The deployment of the routers of one machine, or of those behind Serve's proxies. `others`: of other machines;
+    an application of Serve is one deployment with all that it is given."""
+    if node is None:
+        actor: dict[str, Any] = {"num_cpus": config.cpus_per_router}
+    else:
+        actor = {"num_cpus": 0, "resources": {f"node:{node}": NODE_SHARE}}
     return serve.deployment(
-        name=ROUTER,
+        name=router_deployment(config, node),
         num_replicas=config.num_routers,
         ray_actor_options=actor,
         max_ongoing_requests=UNLIMITED,
+        max_queued_requests=1,  # while there is no router, Serve's own proxy refuses others: 503
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=HEALTH_ANSWER_S,
+        max_surge_percent=1,  # one at a time, before one of another version goes
         graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=config.drain_s + STOP_S + (DEREGISTER_S if node is None else 0.0),
+        graceful_shutdown_timeout_s=STREAMS_S,
     )(Router if node is None else ListeningRouter).bind(
-        unscaled(config), upstream_keys(config), *replicas, autoscaler=_autoscaler(config)
+        unscaled(config), upstream_keys(config), *replicas, autoscaler=autoscaler, others=list(others)
     )
+
+
+def router_deployment(config: Config, node: str | None) -> str:
+    """The name of the deployment of a machine's routers: ROUTER, or ROUTER-ADDRESS where several machines have some."""
+    return f"{ROUTER}-{node}" if len(config.router_hosts) > 1 else ROUTER
 
 
 def _autoscaler(config: Config) -> Application | None:
@@ -149,7 +184,7 @@ def deploy(app: Application) -> None:
 def numbers(config: Config) -> dict[str, int]:
     """How many replicas each deployment in Serve should have; routers are replicas of theirs."""
     found = {config.deployment_name(deployment): deployment.replicas for deployment in config.deployments}
-    return {**found, ROUTER: config.num_routers}
+    return {**found, **{router_deployment(config, node): config.num_routers for node in config.router_hosts or (None,)}}
 
 
 class _Router:
@@ -162,9 +197,10 @@ class _Router:
         keys: Mapping[str, SecretStr],
         *handles: DeploymentHandle,
         autoscaler: DeploymentHandle | None = None,
+        others: Sequence[DeploymentHandle] = (),
     ) -> None:
         """`handles`: of the deployments of `config.deployments`. `keys`: of `upstream_keys`. `autoscaler`: of its
-        deployment, if there is one."""
+        deployment, if there is one. `others`: of the routers of other machines, which nothing asks."""
         if config.response_store_dir is None:
             config = config.model_copy(update={"response_store_dir": cache_folder() / "responses"})
         self._config = config
@@ -179,7 +215,8 @@ class _Router:
             if not deployment.max_replicas:
                 sizes[name] = service.metrics.wanted.set
         self._models = open_models(config, services, metrics, keys)
-        self._watching = watch_targets(sizes)
+        self._watching = watch(sizes, config.drain_s, self._models.shutdown.come)
+        self._living = end_if_stuck()
         self._teller: Teller | None = None
         if autoscaler is not None:
             demands = {config.deployment_name(each): services[each.name].demand for each in config.deployments}
@@ -228,9 +265,10 @@ class ListeningRouter(_Router):
         keys: Mapping[str, SecretStr],
         *handles: DeploymentHandle,
         autoscaler: DeploymentHandle | None = None,
+        others: Sequence[DeploymentHandle] = (),
     ) -> None:
         super().__init__(config, keys, *handles, autoscaler=autoscaler)
-        self._listener = Listener(create_app(self._models), config.host, config.port, config.drain_s, config)
+        self._listener = Listener(create_app(self._models), config.host, config.port, config)
         await self._models.start()
         await self._listener.start()
 
@@ -247,4 +285,5 @@ class ListeningRouter(_Router):
         if self._teller is not None:
             await self._teller.close()
         self._watching.cancel()
+        self._living.cancel()
         await self._models.close()

@@ -189,8 +189,13 @@ class Config(ReplicaConfig, RouterConfig):
     routers: int | None = Field(
         None,
         ge=1,
-        description="HTTP processes in front of the replicas, sharing one port; by default one per two replicas, of "
-        "the most that autoscaling may start",
+        description="HTTP processes in front of the replicas, on each machine of router_hosts, which share one port "
+        "there; by default one per two replicas, of the most that autoscaling may start, over all machines",
+    )
+    router_hosts: tuple[str, ...] = Field(
+        (),
+        description="machines that routers run on, by their addresses in Ray; by default only the one of `shoal "
+        "serve`. Their CPUs are reserved before replicas take them",
     )
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all network interfaces")
     port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
@@ -207,10 +212,11 @@ class Config(ReplicaConfig, RouterConfig):
     drain_s: float = Field(
         120.0,
         ge=0,
-        description="seconds that streams may go on at a replica or a router that is taken away. After that, those of "
-        "a replica go on at another one, which computes their tokens again, and those of a router are cut off. In two "
-        "minutes, 4,000 tokens come at 33 tokens a second; some clouds give as much notice of a machine that they take "
-        "back",
+        description="seconds that streams may go on at a replica that is taken away; then they go on at another one, "
+        "which computes their tokens again. When the whole server ends, streams have as long at the routers, and then "
+        "end with the error server_ends. A router that only a change takes away has no limit: its streams end by "
+        "themselves. In two minutes, 4,000 tokens come at 33 tokens a second; some clouds give as much notice of a "
+        "machine that they take back",
     )
 
     log_format: LogFormat = Field(
@@ -244,6 +250,10 @@ class Config(ReplicaConfig, RouterConfig):
                 f"models: {', '.join(map(repr, twice))}: names and aliases must differ from each other, and from "
                 "adapters' names"
             )
+        if hosts := [host for host, count in Counter(self.router_hosts).items() if count > 1]:
+            raise ValueError(f"router_hosts: {', '.join(hosts)}: named twice; routers says how many run on each")
+        if self.router_hosts and self.address is None:
+            raise ValueError("router_hosts: without address the server is on this machine alone")
         deployments = Counter(self.deployment_name(entry) for entry in self.deployments)
         if alike := [name for name, count in deployments.items() if count > 1]:
             raise ValueError(f"models: several deployments are named {', '.join(alike)}: names must differ in letters")
@@ -282,10 +292,10 @@ class Config(ReplicaConfig, RouterConfig):
 
     @property
     def num_routers(self) -> int:
-        """`routers`, or one per two replicas: a router sends some 20,000 chunks per second (at higher rates, longer
-        chunks), and a fast replica makes 10,000 tokens per second."""
+        """`routers`, or one per two replicas; on each machine of `router_hosts`. A router sends some 20,000 chunks per
+        second (at higher rates, longer chunks), and a fast replica makes 10,000 tokens per second."""
         replicas = sum(deployment.most_replicas for deployment in self.deployments)
-        return self.routers or max(1, -(-replicas // 2))
+        return self.routers or max(1, -(-replicas // (2 * max(1, len(self.router_hosts)))))
 
     def to_yaml(self) -> str:
         """The effective configuration as YAML, one key per line: settings of the model and of the server first, secrets

@@ -67,21 +67,25 @@ def rescaled(running: Config, given: Config, new: Config) -> Config:
     return running.changed(scaled).model_copy(update={"routers": new.routers})
 
 
+def settings(config: Config) -> dict[str, Any]:
+    """All settings but the numbers, by name: `models.NAME.KEY` for those of an entry of `models`, `models.NAME` for one
+    at another endpoint, and `models` for the names."""
+    found = {name: getattr(config, name) for name in Config.model_fields if name not in (*_NUMBERS, "models")}
+    found["models"] = [entry.name for entry in config.models]
+    for entry in config.models:
+        if isinstance(entry, UpstreamEntry):
+            found[f"models.{entry.name}"] = entry
+        else:
+            keys = (key for key in DeploymentConfig.model_fields if key != "replicas")
+            found |= {f"models.{entry.name}.{key}": getattr(entry, key) for key in keys}
+    return found
+
+
 def _differing(given: Config, new: Config) -> Iterator[str]:
     """The names of settings in which two configurations differ, besides the numbers."""
-    for name in Config.model_fields:
-        if name not in (*_NUMBERS, "models") and getattr(given, name) != getattr(new, name):
-            yield name
-    ours = {entry.name: entry for entry in given.models}
-    theirs = {entry.name: entry for entry in new.models}
-    if list(ours) != list(theirs):
-        yield "models"
-        return
-    for name, entry in ours.items():
-        if isinstance(entry, UpstreamEntry) or isinstance(theirs[name], UpstreamEntry):
-            if entry != theirs[name]:
-                yield f"models.{name}"
+    ours, theirs = settings(given), settings(new)
+    for name in ours | theirs:
+        if ours["models"] != theirs["models"] and name.startswith("models."):
             continue
-        for key in DeploymentConfig.model_fields:
-            if key != "replicas" and getattr(entry, key) != getattr(theirs[name], key):
-                yield f"models.{name}.{key}"
+        if name not in ours or name not in theirs or ours[name] != theirs[name]:
+            yield name

@@ -1,8 +1,28 @@
-"""When a replica hangs, and which of its ranks does. Knows neither Ray nor torch."""
+"""When a replica hangs, and which of its ranks does; and when a router does. Knows neither Ray nor torch."""
 
+import asyncio
+import faulthandler
 from collections.abc import Sequence
 
 from worker.progress import NewestSteps, WorkProgress
+
+# After so long, an event loop that stands still is taken for stuck: far longer than a virtual machine's pause.
+STUCK_S = 300.0
+
+
+def end_if_stuck() -> asyncio.Task[None]:
+    """Ends this process once its event loop, the one that calls this, has stood still for `STUCK_S`, whatever holds
+    Python's lock; where it stands is in its log. Until the task is cancelled."""
+    return asyncio.create_task(_end_if_stuck())
+
+
+async def _end_if_stuck() -> None:
+    try:
+        while True:
+            faulthandler.dump_traceback_later(STUCK_S, exit=True)
+            await asyncio.sleep(STUCK_S / 10)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class Stalled:

@@ -1,7 +1,8 @@
 """`shoal serve`: brings a server up, shows what it waits for, and leaves nothing behind.
 
 Without an `address`, Ray is started on this machine for this server alone, and ends with it. With one, the application
-is deployed on that Ray cluster, and removed again at the end.
+is deployed on that Ray cluster, and removed again at the end. A server that runs there already, because its `shoal
+serve` was killed, is taken over: as it is, or if the configuration or the code has changed, by replacing its processes.
 """
 
 import contextlib
@@ -13,8 +14,10 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import ray
 from ray import serve as ray_serve
@@ -22,14 +25,14 @@ from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from rich.console import Console
 
-from cluster import local
+from cluster import joined, local
 from cluster.app import application, deploy, numbers, settle
 from cluster.config import Config, ConfigError, DeploymentConfig, upstream_keys
 from cluster.conversion import ModelError
-from cluster.deployed import APP, scale
+from cluster.deployed import APP, scale, targets
 from cluster.followed_config import FollowedConfig, rescaled
+from cluster.joined import Deployed
 from cluster.models import resolve, with_draft_folder
-from cluster.replica import STOP_S
 from router.auth import Keys
 from router.defaults import FILE, SamplingDefaults
 
@@ -57,6 +60,9 @@ def serve(config: Config, console: Console | None = None, followed: FollowedConf
         with contextlib.suppress(KeyboardInterrupt):  # a second one: nothing is waited for
             launch.interrupted(drain=isinstance(interrupt, _Terminated))
         return 0
+    except _Stopped:
+        launch.stopped()
+        return 0
     except (LaunchError, ModelError, local.PortTaken, OSError) as error:
         launch.failed(error)
     finally:
@@ -65,6 +71,10 @@ def serve(config: Config, console: Console | None = None, followed: FollowedConf
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         launch.end()
     return 1
+
+
+class _Stopped(Exception):
+    """The server that was looked after has been ended by `shoal stop`, or in Ray."""
 
 
 class _Terminated(KeyboardInterrupt):
@@ -87,12 +97,13 @@ class _Launch:
         self._line = console.status("") if console.is_terminal else None
         self._said = ""
         self._folder: Path | None = None  # of the Ray that was started here
-        self._serve_is_ours = False
+        self._keeper: Any = None  # of a cluster that was joined: lets no other `shoal serve` look after it
+        self._before: Deployed | None = None  # what runs on it already
+        self._has_serve = False  # whether Ray Serve runs for this server alone
         self._deployed = False
 
     def start(self) -> None:
         """Returns when the server can answer. Raises LaunchError, ModelError, PortTaken, OSError."""
-        local.check_port(self._config.host, self._config.port)
         try:
             Keys(self._config)
         except (OSError, ValueError) as error:
@@ -102,17 +113,20 @@ class _Launch:
         except ConfigError as error:
             raise LaunchError(str(error)) from None
         if self._config.address is None:
+            local.check_port(self._config.host, self._config.port)
             self._start_ray()
         else:
             self._join_ray(self._config.address)
         self._deploy()
         self._wait()
+        if self._config.address is not None:
+            self._record()
         self._greet()
         self._runs = True
 
     def attend(self) -> None:
         """Reports replicas that die and come back, and follows the configuration. Never returns; raises LaunchError
-        once Ray is gone."""
+        once Ray is gone, and _Stopped once another command has ended the server."""
         if self._followed is not None:
             signal.signal(signal.SIGHUP, self._ask_to_read)
         seen, told = "", set[str]()
@@ -122,9 +136,12 @@ class _Launch:
                 if self._folder is not None:
                     local.check()
                 self._follow()
-                now = _short(_overview())
+                overview = _overview()
             except Exception as error:
                 raise LaunchError(f"Ray is gone: {error}") from error
+            if overview is None:
+                raise _Stopped
+            now = _short(overview)
             ended = [] if self._folder is None else local.reasons(self._folder)
             news = [reason for reason in ended if reason not in told]
             if now != seen and seen:
@@ -148,6 +165,7 @@ class _Launch:
                 return
             config = rescaled(self._config, self._given, new)
             self._check_gpus(ray.cluster_resources().get("GPU", 0), config)
+            self._reserve(config)
         except (ConfigError, LaunchError) as error:
             self._print(f"{time.strftime('%H:%M:%S')} the configuration stays as it is: {error}")
             return
@@ -156,6 +174,10 @@ class _Launch:
             if before[deployment] != number:
                 self._print(f"{time.strftime('%H:%M:%S')} {deployment}: {before[deployment]} become {number}")
                 scale(deployment, number)
+
+    def stopped(self) -> None:
+        self._quiet()
+        self._print("the server was stopped")
 
     def failed(self, error: Exception) -> None:
         self._quiet()
@@ -172,27 +194,24 @@ class _Launch:
             self._print("stopping; answers that are on their way are cut off")
             return
         self._print(f"stopping; answers that are on their way get {self._config.drain_s:g} s to end (Ctrl-C: none)")
-        deadline = time.monotonic() + self._config.drain_s + STOP_S
         try:
-            ray_serve.delete(APP, _blocking=False)
-            while _overview() is not None and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+            joined.end_application(self._config.drain_s)
         except Exception as error:  # of many kinds
             self._print(f"Ray is gone: {error}")
 
     def end(self) -> None:
-        """Takes everything down that `start` brought up, however far it came."""
+        """Takes everything down that `start` brought up, however far it came. A server that ran before goes on if it
+        was not taken over to the end."""
         self._quiet()
         if self._config.address is None:
             local.end()
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
             return
-        if self._serve_is_ours:
-            ray_serve.shutdown()
+        if self._before is not None and not self._runs:
+            self._print("what ran on the cluster before goes on, as far as it runs")
         elif self._deployed:
-            with contextlib.suppress(TimeoutError):  # Serve goes on with it
-                ray_serve.delete(APP)
+            joined.end()
         ray.shutdown()
 
     # ------------------------------------------------------------ the steps of a start
@@ -232,26 +251,74 @@ class _Launch:
     def _join_ray(self, address: str) -> None:
         self._say(f"joining the Ray cluster at {address}")
         try:
-            local.check_address(address)  # Ray itself would try for minutes, deaf to Ctrl-C
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            local.join(address)
         except (OSError, RuntimeError) as error:
             raise LaunchError(f"no Ray cluster at {address}: {error}") from error
-        if APP in ray_serve.status().applications:
-            raise LaunchError(f"the Ray cluster at {address} already runs Shoal: stop that server first")
+        try:
+            self._keeper = joined.keep()
+        except joined.Kept as error:
+            raise LaunchError(str(error)) from None
+        if joined.runs():
+            self._before = joined.deployed()
+            if self._before is None:
+                raise LaunchError(
+                    f"the Ray cluster at {address} already runs Shoal, deployed by another program: stop that first"
+                )
+        elif not self._config.router_hosts:
+            local.check_port(self._config.host, self._config.port)
 
     def _deploy(self) -> None:
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler in place of ours
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        before = self._before
+        if before is not None:
+            self._config = _as_before(self._config, before.devices)
         self._config, note = settle(self._config, gpus=ray.cluster_resources().get("GPU", 0))
         if note:
             self._print(note)
         if self._config.address is None:
             self._config = local.share_memory(self._config)
         self._check_gpus(ray.cluster_resources().get("GPU", 0), self._config)
-        self._say("starting Ray Serve")
-        self._serve_is_ours = get_global_client(raise_if_no_controller_running=False) is None
+        if before is None:
+            self._say("starting Ray Serve")
+        self._has_serve = (before and before.has_serve) or get_global_client(False) is None
         self._deployed = True
-        deploy(application(self._config, _this_node()))
+        self._reserve(self._config)
+        spare: set[str] = set()
+        if before is not None:
+            changes = before.changes(self._given)
+            if before.build == joined.build() and not changes:
+                self._print("the server that runs is taken over as it is")
+                self._scale()
+                return
+            why = f"changed: {', '.join(changes)}" if changes else "another version of Shoal"
+            self._print(f"the server that runs is replaced, some processes at a time ({why})")
+            self._config = _scaled_as(self._config, targets())
+            spare = joined.with_room(self._config)
+        elif self._config.address is not None:
+            self._record()
+        deploy(application(self._config, self._config.router_hosts or [_this_node()], spare=spare))
+
+    def _record(self) -> None:
+        """Tells the next `shoal serve` what runs."""
+        Deployed.of(self._given, self._config, self._has_serve).write()
+
+    def _reserve(self, config: Config) -> None:
+        """Reserves the CPUs of routers. Raises LaunchError."""
+        hosts = config.router_hosts or (_this_node(),)
+        try:
+            missing = joined.reserve(dict.fromkeys(hosts, config.num_routers), config.cpus_per_router)
+        except joined.NoRoom as error:
+            raise LaunchError(str(error)) from None
+        if missing:
+            self._print(f"router_hosts: not in the cluster yet: {', '.join(missing)}")
+
+    def _scale(self) -> None:
+        """Tells Serve the numbers of the configuration, but for what autoscaling chooses."""
+        now = targets()
+        for deployment, number in numbers(_scaled_as(self._config, now)).items():
+            if now[deployment] != number:
+                scale(deployment, number)
 
     def _check_gpus(self, there: float, config: Config) -> None:
         """Raises LaunchError if this machine has too few GPUs. A cluster may grow: for one without GPUs, only prints a
@@ -273,6 +340,9 @@ class _Launch:
 
     def _wait(self) -> None:
         within_s = max((deployment.start_timeout_s for deployment in self._config.deployments), default=START_S)
+        if self._before is not None:  # replicas are replaced one after the other, and end before their places are free
+            most = max((deployment.most_replicas for deployment in self._config.deployments), default=1)
+            within_s = most * (within_s + self._config.drain_s)
         deadline = time.monotonic() + within_s
         while True:
             overview = _overview()
@@ -351,6 +421,30 @@ def _check_draft(folder: Path, config: DeploymentConfig) -> None:
         check_draft_model(Path(str(config.draft_model)), folder)
     except ValueError as error:
         raise LaunchError(str(error)) from None
+
+
+def _as_before(config: Config, devices: Mapping[str, str]) -> Config:
+    """The configuration with the devices that run already for those that it leaves open: machines that have them may be
+    away for a moment."""
+
+    def change(deployment: DeploymentConfig) -> DeploymentConfig:
+        device = devices.get(deployment.name, deployment.device) if deployment.device == "auto" else deployment.device
+        return deployment.model_copy(update={"device": device})
+
+    return config.changed(change)
+
+
+def _scaled_as(config: Config, targets: Mapping[str, int]) -> Config:
+    """The configuration with as many replicas as there are of models whose number autoscaling chooses."""
+
+    def change(deployment: DeploymentConfig) -> DeploymentConfig:
+        there = targets.get(config.deployment_name(deployment))
+        if deployment.max_replicas is None or there is None:
+            return deployment
+        number = min(max(there, deployment.min_replicas), deployment.max_replicas)
+        return deployment.model_copy(update={"replicas": number})
+
+    return config.changed(change)
 
 
 def _this_node() -> str:

@@ -2,7 +2,8 @@
 
 Kubernetes ends a pod with SIGTERM, on which Ray ends all processes of the node at once. Before the signal it runs this
 command, which tells Ray that the node is going away. Serve then starts replicas and routers on other nodes, as far as
-these have room, and takes away those of this node in time: their streams end, or go on elsewhere.
+these have room, and takes away those of this node in time: their streams end, or go on elsewhere. Those that are with a
+router of this node to the last get an error (`cluster.deployed.watch`).
 """
 
 import sys
@@ -14,9 +15,12 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]  # generated
 
-from cluster.deployed import APP
+from cluster.deployed import APP, STREAMS_S
 
 POLL_S = 0.5
+# How long those of other nodes may take to start before those of this one are taken away all the same. Serve would take
+# routers away at once, whose streams may go on for longer than a pod has; so it hears of the pod's end after that.
+REPLACED_S = 10.0
 
 
 class NotAccepted(RuntimeError):
@@ -58,12 +62,16 @@ def main() -> int:
     within_s = float(sys.argv[1])
     ray.init(address="auto", log_to_driver=False)
     context = ray.get_runtime_context()
+    gcs, node_id = GcsClient(address=context.gcs_address), context.get_node_id()
     try:
-        drain(GcsClient(address=context.gcs_address), context.get_node_id(), within_s)
+        drain(gcs, node_id, 2 * STREAMS_S)
+        if wait(REPLACED_S, running):
+            return 0
+        drain(gcs, node_id, within_s - REPLACED_S)
     except NotAccepted as error:
         print(error, file=sys.stderr)
         return 1
-    return 0 if wait(within_s, running) else 1
+    return 0 if wait(within_s - REPLACED_S, running) else 1
 
 
 if __name__ == "__main__":

@@ -91,11 +91,15 @@ def check_port(host: str, port: int) -> None:
         ) from None
 
 
-def check_address(address: str) -> None:
-    """Raises OSError if `address` is a host:port where nothing listens."""
+def join(address: str) -> None:
+    """Joins the Ray cluster at host:port, or "auto": the one of this machine. Raises OSError or RuntimeError if there
+    is none."""
     host, colon, port = address.rpartition(":")
-    if colon and port.isdigit():
+    if colon and port.isdigit():  # Ray itself would try for minutes, deaf to Ctrl-C
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    if (Path.home() / ".ray" / "auth_token").exists():  # a cluster that asks for none does not look at it
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def logs(folder: Path) -> Path:

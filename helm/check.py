@@ -55,7 +55,7 @@ KUBERNETES = ("1.27", "1.37")  # the oldest that the chart names, and the newest
 
 # Keys of the configuration that are values of the chart, and keys that the chart sets itself.
 OWN_KEYS = ("model", "models", "replicas", "routers", "device", "tp", "pp")
-TAKEN_KEYS = ("host", "port", "address", "replica_host", "api_key", "api_key_file")
+TAKEN_KEYS = ("host", "port", "address", "replica_host", "router_hosts", "api_key", "api_key_file")
 
 
 class CheckError(Exception):

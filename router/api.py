@@ -125,7 +125,7 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
             expose_headers=[request_id.HEADER, "Retry-After", "request-id", *RATE_LIMIT_HEADERS],
             max_age=PREFLIGHT_S,
         )
-    app.add_middleware(Observed, metrics=models.metrics, answers_id=answers_id)
+    app.add_middleware(Observed, metrics=models.metrics, shutdown=models.shutdown, answers_id=answers_id)
     _document(app, models, keys)
     return app
 
@@ -139,7 +139,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
         generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
         if stream:
             return EventStream(generation.stream)
-        body = await unless_gone(request.receive, generation.whole())
+        body = await unless_gone(request.scope, request.receive, generation.whole())
         return Response(body, media_type="application/json")
 
     @routes.post(
@@ -319,7 +319,7 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
         that is down, a load balancer would take out all others. 503 also once the router is being taken away."""
         found = reached()
         answers = any(service.answers for service in models.services) or bool(models.upstreams)
-        is_ready = answers and not models.leaving
+        is_ready = answers and not models.leaving and not models.shutdown.has_come
         return _json(Health("ok" if is_ready else "not ready", sum(found.values()), found), 200 if is_ready else 503)
 
     @routes.get("/version", responses=openapi.answers(Version))

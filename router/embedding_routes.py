@@ -26,7 +26,7 @@ def embedding_routes(models: Models, limits: RateLimits) -> APIRouter:
 
     async def answer(request: Request, service: Service, job: PreparedRequest, form: Format) -> Response:
         generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
-        body = await unless_gone(request.receive, generation.whole())
+        body = await unless_gone(request.scope, request.receive, generation.whole())
         return Response(body, media_type="application/json")
 
     async def scored(service: Service, prefix: str, size: int, texts: Texts, arrived: float) -> ScoringJob:

@@ -38,10 +38,9 @@ class Listener:
     """An HTTP server for `app` on `host`:`port`. Several processes may listen there: the kernel gives each new
     connection to one of them, and to the others once one has died. The caller runs the application's lifespan."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, drain_s: float, limits: RouterConfig) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, limits: RouterConfig) -> None:
         """Binds the socket; `address` is where it is bound. Raises OSError for an address that is not this machine's,
-        or that another program has. `drain_s`: how long answers in flight may take once the server is closed. `limits`:
-        those of connections."""
+        or that another program has. `limits`: those of connections."""
         self._socket = bind(host, port)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         config = uvicorn.Config(
@@ -53,7 +52,6 @@ class Listener:
             access_log=False,
             proxy_headers=False,
             backlog=BACKLOG,
-            timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # it goes to asyncio.wait_for
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -74,7 +72,7 @@ class Listener:
 
     async def close(self) -> None:
         """Stops accepting connections; each that was accepted, by the kernel too, gets an answer. Returns when all
-        requests in flight have ended, or after `drain_s`."""
+        requests in flight have ended."""
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait((self._task,))

@@ -10,6 +10,7 @@ from router.errors import ApiError, internal
 from router.metrics import Metrics
 from router.protocols.dialects import error_response, id_headers
 from router.rate_limits import Ticket
+from router.shutdown import Shutdown
 from router.upstream import UpstreamError
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class Observed:
     | `error` | the ApiError that ends the request; `router.protocols.dialects` sets it |
     | `at_end` | what to do when the answer has ended: functions |
     | `send` | the server's own `send`, for parts of a body that others follow: no middleware looks at these |
+    | `shutdown` | the router's `Shutdown`, which may come before the answer has ended |
     | `ticket` | the client's; a route that generates sets it. Answers have its headers, and it ends with them |
 
     The request's `RequestLog` is written when it has ended, or by the runner of a request that goes on.
@@ -35,9 +37,10 @@ class Observed:
     `answers_id`: whether the answer carries `request_id` as X-Request-Id.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, answers_id: bool) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, shutdown: Shutdown, answers_id: bool) -> None:
         self._app = app
         self._metrics = metrics
+        self._shutdown = shutdown
         self._answers_id = answers_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,7 +51,7 @@ class Observed:
         known = given or request_id.new()
         state = scope.setdefault("state", {})
         state["request_id"], state["name"] = known, request_id.name(known) if given else known
-        state["send"] = send
+        state["send"], state["shutdown"] = send, self._shutdown
         told = request_log.RequestLog(known)
         header = id_headers(scope, self._answers_id)
 

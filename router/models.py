@@ -15,6 +15,7 @@ from router.metrics import Metrics
 from router.rate_limits import RateLimits, UsageExchange
 from router.requests import Body
 from router.service import Service
+from router.shutdown import Shutdown
 from router.upstream import Upstream, head
 
 Known = TypeVar("Known", bound=Body)
@@ -43,6 +44,7 @@ class Models:
     | `metrics` | those of the router |
     | `config` | settings of the HTTP side |
     | `leaving` | whether the router is being taken away, so that `/ready` says no |
+    | `shutdown` | ends all answers when the whole server ends, or this machine |
     """
 
     def __init__(self, answering: Sequence[Service | Upstream], metrics: Metrics, config: RouterConfig) -> None:
@@ -53,6 +55,7 @@ class Models:
         self.metrics = metrics
         self.config = config
         self.leaving = False
+        self.shutdown = Shutdown()
         self._named: dict[str, ListedModel] = {}
         self._held = HeldBytes(config.max_held_bytes, self._shortest_wait_s)
         self._before_close: list[Callable[[], Awaitable[None]]] = []

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.errors import ApiError, internal
 from router.protocols.dialects import error_event, error_response
+from router.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +36,21 @@ def named_event(name: str, data: msgspec.Struct) -> bytes:
     return b"event: " + name.encode() + b"\n" + event(data)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the result of `work`. If the client disconnects first, cancels `work` at once and raises ClientGone."""
+async def unless_gone(scope: Scope, receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of `work`. If the client disconnects first, cancels `work` at once and raises ClientGone; if
+    the `Shutdown` of the request's state comes first, ApiError (503)."""
+    shutdown: Shutdown | None = scope.get("state", {}).get("shutdown")
+    if shutdown is not None and shutdown.has_come:
+        work.close()
+        raise shutdown.error()
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
+    if shutdown is not None:
+        shutdown.watch(watch)
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise shutdown.error() if shutdown is not None and shutdown.has_come else ClientGone
         return task.result()
     finally:
         task.cancel()
@@ -87,7 +95,7 @@ class EventStream(Response):
 
         error: ApiError | None = None
         try:
-            await unless_gone(receive, self._produce(emit))
+            await unless_gone(scope, receive, self._produce(emit))
         except (ClientGone, OSError):  # the server may report a disconnect by an error of `send`
             return
         except ApiError as known:

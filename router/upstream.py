@@ -97,7 +97,7 @@ class Upstream:
         the request ends there too; raises ClientGone."""
         asked = self._request(request, sent)
         if not stream:
-            return await unless_gone(request.receive, self._whole(asked))
+            return await unless_gone(request.scope, request.receive, self._whole(asked))
 
         async def produce(emit: Emit) -> None:
             await self._stream(asked, answer, emit)

@@ -48,8 +48,8 @@ def parser() -> Parser:
     return made
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Serves until Ctrl-C. Returns 0; 1 when the server did not start or did not live; 2 for a wrong configuration."""
+def configuration(argv: list[str] | None = None) -> tuple[Config, FollowedConfig | None]:
+    """What a command line asks for, and the file to follow. Raises ConfigError; ends the process for a wrong line."""
     args = parser().parse_args(argv)
     settings = flags.given(args, Config)
     if args.model_given is not None:
@@ -58,10 +58,15 @@ def main(argv: list[str] | None = None) -> int:
         settings["model"] = args.model_given
     if args.follow and args.config is None:
         parser().error("--follow: there is no file to follow; give one with --config")
+    # Made before the file is read, so that a change while it is read counts.
+    followed = FollowedConfig(args.config, settings) if args.follow else None
+    return load(args.config, settings), followed
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until Ctrl-C. Returns 0; 1 when the server did not start or did not live; 2 for a wrong configuration."""
     try:
-        # Made before the file is read, so that a change while it is read counts.
-        followed = FollowedConfig(args.config, settings) if args.follow else None
-        config = load(args.config, settings)
+        config, followed = configuration(argv)
     except ConfigError as error:
         print(f"shoal serve: {error}", file=sys.stderr)
         return 2

@@ -16,9 +16,9 @@ from ray.serve._private.deployment_state import DeploymentTargetState
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import ServeApplicationSchema
 
-from cluster.app import DEREGISTER_S, ListeningRouter, Router, _Router, application, build, settle
+from cluster.app import ListeningRouter, Router, _Router, application, build, settle
 from cluster.config import Config, ConfigError, ReplicaConfig, load
-from cluster.deployed import APP
+from cluster.deployed import APP, STREAMS_S
 from cluster.models import model_name
 from cluster.replica import CONTROL_CPUS, STOP_S, bundles
 from router.service import Service
@@ -122,14 +122,14 @@ def test_what_is_bound_knows_no_number() -> None:
 
 
 def test_serve_waits_for_streams_as_long_as_they_may_take() -> None:
-    """And on Kubernetes also for as long as HAProxies may send a router new requests."""
     config, _ = settle(load(overrides={"drain_s": 7}), gpus=0)
-    for node, more_s in (("10.0.0.7", 0), (None, DEREGISTER_S)):
+    for node in ("10.0.0.7", None):
         router = application(config, node)._bound_deployment
         replicas = router.init_args[2]._bound_deployment
         assert replicas.init_args[1] == 7
         assert replicas._deployment_config.graceful_shutdown_timeout_s == 7 + STOP_S
-        assert router._deployment_config.graceful_shutdown_timeout_s == 7 + STOP_S + more_s
+        assert router._deployment_config.graceful_shutdown_timeout_s == STREAMS_S
+        assert router._deployment_config.max_surge_percent > 0
 
 
 def test_routers_listen_themselves_on_the_machine_that_is_named_and_else_nowhere() -> None:
@@ -213,7 +213,7 @@ def services(
 ) -> list[Service]:
     """Those of a router's models, without Serve around it."""
     monkeypatch.setattr("cluster.app.listen", listen)
-    for name in ("ServePlacer", "watch_targets"):
+    for name in ("ServePlacer", "watch", "end_if_stuck"):
         monkeypatch.setattr(f"cluster.app.{name}", lambda *its: None)
     config = load(overrides=settings)
     return _Router(config, {}, *(None for _ in config.deployments))._models.services  # type: ignore[arg-type]

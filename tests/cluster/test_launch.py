@@ -27,7 +27,10 @@ from rich.console import Console
 from bench.replica import dummy_models
 from cluster import launch
 from cluster.config import Config
+from tests.deploy.streams import IMAGE, Clients, Stream
 
+DRAIN_S = 5
+STEP_S = 0.01
 START_S = 240
 END_S = 60
 
@@ -35,9 +38,9 @@ END_S = 60
 class Server:
     """The command in a process group of its own, as a terminal has it."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **environment: str) -> None:
         command = [sys.executable, "-m", "shoal.cli", "serve", "--host", "127.0.0.1", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -78,8 +81,8 @@ class Server:
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[Server]:
-    server = Server(*arguments)
+def running(*arguments: str, **environment: str) -> Iterator[Server]:
+    server = Server(*arguments, **environment)
     try:
         yield server
     finally:
@@ -189,11 +192,12 @@ class Load:
 def test_replicas_and_routers_come_and_go_under_load_and_no_request_fails(
     tiny_model: Path, tmp_path: Path, free_port: int
 ) -> None:
-    """As a followed file says. Then the server ends by SIGTERM, and an answer on its way has its end."""
+    """As a followed file says, and streams longer than `drain_s` have their ends. When the server ends by SIGTERM, a
+    short one has its end, and a long one an error."""
     path, url = tmp_path / "shoal.yaml", f"http://127.0.0.1:{free_port}"
 
     def write(number: int, **more: Any) -> None:
-        settings = {"model": str(tiny_model), "served_model_name": "tiny", "kv_tokens": 4096, "drain_s": 30}
+        settings = {"model": str(tiny_model), "served_model_name": "tiny", "kv_tokens": 32768, "drain_s": DRAIN_S}
         new = tmp_path / "new.yaml"
         new.write_text(yaml.safe_dump(settings | {"replicas": number, "routers": number} | more))
         new.replace(path)
@@ -209,7 +213,13 @@ def test_replicas_and_routers_come_and_go_under_load_and_no_request_fails(
             time.sleep(0.1)
 
     write(1)
-    with running("--config", str(path), "--follow", "--port", str(free_port)) as server:
+    slow = {"PYTHONPATH": os.pathsep.join([str(IMAGE), *sys.path]), "SHOAL_STEP_S": str(STEP_S)}
+    clients = Clients(lambda: None, "Hello")
+
+    def begin(seconds: float) -> Stream:
+        return clients.begin("127.0.0.1", int(seconds / STEP_S), free_port)
+
+    with running("--config", str(path), "--follow", "--port", str(free_port), **slow) as server:
         server.wait_for("Ctrl-C")
         first = {*processes("ray::Rank"), *processes("shoal:Router")}
         load = Load(url, "tiny", clients=2)
@@ -224,17 +234,20 @@ def test_replicas_and_routers_come_and_go_under_load_and_no_request_fails(
             time.sleep(0.1)
         while 'shoal_replicas_wanted{model="tiny"} 2.0' not in httpx.get(f"{url}/metrics").text:
             time.sleep(0.1)
+        streams = [begin(4 * DRAIN_S) for _ in range(8)]  # all on the router that stays: 2 to the power of -8
         write(1)
         server.wait_for("Router: 2 become 1")
         until_there_are(1)
         load.end()
         assert len(load.texts) > 10 and len(set(load.texts)) == 1
-        with ThreadPoolExecutor(1) as pool:
-            last = pool.submit(load.ask, 1500)
-            while not re.search(r"^shoal_running_requests{.*} 1.0$", httpx.get(f"{url}/metrics").text, re.M):
-                time.sleep(0.05)
-            assert server.interrupt(signal.SIGTERM) == 0
-            assert len(last.result(END_S)) > len(load.texts[0])
+        for stream in streams:
+            stream.future.result(END_S)
+            assert stream.is_whole(streams[0].text), stream.told()
+        short, long = begin(DRAIN_S / 4), begin(6 * DRAIN_S)
+        assert server.interrupt(signal.SIGTERM) == 0
+        clients.close()
+        assert short.is_whole(streams[0].text), short.told()
+        assert long.error == "server_ends", long.told()
 
 
 @pytest.mark.ray

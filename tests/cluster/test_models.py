@@ -376,7 +376,7 @@ def test_without_weights_none_come_from_a_hub(hub: list[str]) -> None:
 def test_a_router_asks_a_hub_for_no_weights(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = SimpleNamespace(output_format=lambda *its: None)
     monkeypatch.setattr("cluster.service.Tokenizer.from_folder", lambda folder: tokenizer)
-    for name in ("listen", "ServePlacer", "watch_targets"):
+    for name in ("listen", "ServePlacer", "watch", "end_if_stuck"):
         monkeypatch.setattr(f"cluster.app.{name}", lambda *its: None)
     _Router(Config(model="org/name"), {}, None)  # type: ignore[arg-type]
     assert "tokenizer.json" in hub and not [file for file in hub if "safetensors" in file]

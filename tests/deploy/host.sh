@@ -30,8 +30,9 @@ for shown in "$@"; do # what lies below /tmp here
     mount -o remount,bind,ro "$root$shown"
 done
 mkdir -p "$root/run/sshd" "$root/home/ops/.ssh"
-# Whom operators log in as: root by another name, with a home folder that is empty at first.
-grep -q '^ops:' "$root/etc/passwd" || echo 'ops:x:0:0::/home/ops:/bin/bash' >> "$root/etc/passwd"
+# Whom operators log in as: root by another name, with a home folder that is empty at first. The first name of an id is
+# the one whose home folder programs look for.
+grep -q '^ops:' "$root/etc/passwd" || sed -i '1i ops:x:0:0::/home/ops:/bin/bash' "$root/etc/passwd"
 grep -q '^ops:' "$root/etc/shadow" || echo 'ops:*:19000:0:99999:7:::' >> "$root/etc/shadow"
 cp "$folder/authorized_keys" "$root/home/ops/.ssh/authorized_keys"
 chmod 700 "$root/home/ops/.ssh"

@@ -7,6 +7,7 @@ machine. Needs root, `ip` and sshd.
 """
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ HOST_SCRIPT = Path(__file__).parent / "host.sh"
 SUBNET = "10.231.7"  # of a namespace: no address of this machine can be in its way
 OPERATOR = f"{SUBNET}.1"
 WAIT_S = 60.0
+CLONE_NEWNET = 0x40000000  # <sched.h>
 
 
 def missing() -> str | None:
@@ -172,6 +174,12 @@ class Network:
     def command(self, *command: str) -> list[str]:
         """The command line that runs `command` on the operator's machine."""
         return ["ip", "netns", "exec", self.name, *command]
+
+    def enter(self) -> None:
+        """Moves the calling thread to the operator's machine: the sockets that it opens from now on are there."""
+        with open(f"/run/netns/{self.name}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"setns to {self.name}")
 
     def ssh(self, host: Host, command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """A login that runs a command, as an operator's."""

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import triton.knobs
 import yaml
+from ray.serve._private.constants import RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import DEREGISTER_S
 from cluster.config import Config
+from cluster.deployed import GOODBYE_S, WATCH_S
+from cluster.leave_node import REPLACED_S
 from cluster.models import model_name
-from cluster.replica import STOP_S
 from tests.helm.chart import (
     ROOT,
     arguments,
@@ -305,7 +306,8 @@ def test_what_the_paper_must_find() -> None:
 
 def test_no_change_of_numbers_changes_how_many_routers_a_worker_takes() -> None:
     """It would restart routers."""
-    for sizes in ({"tp": 8}, {"workers": {"gpusPerWorker": 8}}, {"config": {"gpus_per_rank": 0.5}}):
+    gpus = [{"tp": 8}, {"workers": {"gpusPerWorker": 8}}, {"config": {"gpus_per_rank": 0.5}}]
+    for sizes in (*gpus, {"device": "cpu", "tp": 2, "workers": {"resources": {"requests": {"cpu": 4}}}}):
         found = {
             json.dumps(
                 [
@@ -421,17 +423,23 @@ def test_requests_reach_routers_through_haproxy() -> None:
     ("config", "drain_s"), [({}, Config().drain_s), ({"drain_s": 0}, 0), ({"drain_s": 599.5}, 600)]
 )
 def test_nothing_ends_before_its_streams_may(config: dict[str, Any], drain_s: float) -> None:
-    """Neither the HAProxies of before a change, nor a pod."""
+    """Neither the HAProxies of before a change, nor a pod: it has time for the way of a router to its end."""
     values = {"config": config}
     for group in (cluster(values)["headGroupSpec"], workers(values)):
         environment = variables(group)
-        assert int(environment["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) == drain_s + 60
-        # A router's way to end is the longest.
-        spared_s = drain_s + STOP_S + DEREGISTER_S
-        assert group["template"]["spec"]["terminationGracePeriodSeconds"] == drain_s + 60 > spared_s
+        assert int(environment["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) == 0, "never"
+        grace_s = group["template"]["spec"]["terminationGracePeriodSeconds"]
     hook = container(workers(values))["lifecycle"]["preStop"]["exec"]["command"]
-    assert hook[:-1] == ["python", "-m", "cluster.leave_node"] and spared_s < int(hook[-1]) < drain_s + 60
+    assert hook[:-1] == ["python", "-m", "cluster.leave_node"] and int(hook[-1]) < grace_s
+    assert int(hook[-1]) - GOODBYE_S - WATCH_S >= drain_s, "what the streams of a router have"
+    assert int(hook[-1]) > REPLACED_S + RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S
     assert "lifecycle" not in container(cluster(values)["headGroupSpec"]), "the head has none of it"
+
+
+def test_an_idle_connection_ends_before_the_router_that_its_haproxy_knows() -> None:
+    """A HAProxy of before a change knows only the routers of before it."""
+    options = served({})["http_options"]
+    assert options["keep_alive_timeout_s"] < RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S
 
 
 @pytest.mark.parametrize(

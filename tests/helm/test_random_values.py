@@ -161,6 +161,7 @@ def dumped(config: Config) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # for 2,000
 def test_settings_are_refused_exactly_if_the_server_refuses_them() -> None:
     seen: Counter[str] = Counter()
 
@@ -267,6 +268,7 @@ PODS = st.tuples(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_pods_of_random_sizes_hold_what_runs_in_them() -> None:
     seen: Counter[str] = Counter()
 

@@ -102,7 +102,7 @@ class Running:
 @asynccontextmanager
 async def running(**limits: Any) -> AsyncIterator[Running]:
     app = App()
-    listener = Listener(app, "127.0.0.1", 0, WAIT_S, RouterConfig(**limits))
+    listener = Listener(app, "127.0.0.1", 0, RouterConfig(**limits))
     await listener.start()
     made = Running(app, listener)
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import pytest
 from router import replica_connection as connections
 from router import service
 from router.config import RouterConfig
+from router.shutdown import Shutdown
 from router.sse import Emit, EventStream
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, Outputs, SamplingParams
@@ -364,5 +366,42 @@ def test_emitting_waits_for_the_client() -> None:
             room.release()
         await task
         assert produced == 10 and sent.count(b"x") == 10
+
+    asyncio.run(run())
+
+
+def test_the_end_of_a_router_is_an_error_in_each_answer() -> None:
+    """Of those that go on, and of those that come later."""
+
+    async def run() -> None:
+        shutdown = Shutdown()
+        scope = {"type": "http", "path": "/v1/completions", "state": {"shutdown": shutdown}}
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def produce(emit: Emit) -> None:
+            await emit(b"x")
+            begun.set()
+            await asyncio.Event().wait()
+
+        async def answer() -> list[dict[str, Any]]:
+            sent: list[dict[str, Any]] = []
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            await EventStream(produce)(scope, receive, send)
+            return sent
+
+        begun = asyncio.Event()
+        going = asyncio.ensure_future(answer())
+        await begun.wait()
+        shutdown.come()
+        head, first, error, last = await going
+        assert head["status"] == 200 and first["body"] == b"x" and last["more_body"] is False
+        assert json.loads(error["body"].removeprefix(b"data: "))["error"]["code"] == "server_ends"
+        refused = (await answer())[0]
+        assert refused["status"] == 503
 
     asyncio.run(run())

@@ -12,8 +12,9 @@ default), ranks (on a worker), routers, and perWorker (most routers of a worker,
 place: it would wait without a message.
 
 Ray places what it can as soon as there is room, in any order: routers on the first worker that comes, for one. So there
-must be room in every order. A worker has room for perWorker routers and all stages that it can hold. Where it has not,
-each worker has room for everything, or, on CPUs, so much is free that some worker always has room.
+must be room in every order. A worker has room for perWorker routers and all stages that it can hold: a number that
+follows from its size alone, for a change of it restarts routers. Where it has not, each worker has room for everything,
+or, on CPUs, so much is free that some worker always has room.
 */}}
 {{- define "shoal.fit" -}}
 {{- $values := .Values -}}
@@ -118,18 +119,22 @@ each worker has room for everything, or, on CPUs, so much is free that some work
 {{- fail (printf "workers.resources: %d workers of %v CPUs have %v together, and the stages of %d replicas, a control actor (0.01) for each, and %d routers of %v need %v" $workers $cpus $have (int $replicas) $routers $router $all) -}}
 {{- end -}}
 
-{{- $fits := true -}}
-{{- if not $cuda -}}
-{{- $held := 0.0 -}}
-{{- if and $alike $models -}}
+{{- $held := 0.0 -}}  {{/* stages that a worker holds, on CPUs */}}
+{{- if and $alike (not $cuda) $models -}}
 {{- $held = divf $cpus (addf $stage 0.01) | floor -}}
-{{- end -}}
 {{- $full = mulf $held (addf $stage 0.01) -}}
-{{- $fits = and $alike (ge (mulf $held $workers) (float64 $stages)) -}}
 {{- end -}}
-{{- $per := maxf 0.0 (divf (subf $cpus $full) $router | floor) | int | min 100 -}}  {{/* 100: Serve takes no more */}}
-{{- if not (and $fits (le $full $cpus) (le $routers (mul $per $workers | int))) -}}
-{{- $per = 0 -}}
+{{- $per := 0 -}}
+{{- if or $cuda (and $alike $models) -}}
+{{- $per = maxf 0.0 (divf (addf (subf $cpus $full) 0.00001) $router | floor) | int | min 100 -}}  {{/* 100: Serve takes no more */}}
+{{- end -}}
+{{- if $per -}}
+{{- if gt $routers (mul $per $workers | int) -}}
+{{- fail (printf "routers: %d are too many for %d workers of %v CPUs, which have room for %d each when they are full of replicas: give workers more CPUs (workers.resources.requests.cpu), or take more (workers.count)" $routers $workers $cpus $per) -}}
+{{- else if and (not $cuda) (gt (float64 $stages) (mulf $held $workers)) -}}
+{{- fail (printf "workers.resources: %d workers of %v CPUs have room for %v stages each, and replicas have %d: give workers more CPUs (requests.cpu), or take more (workers.count)" $workers $cpus $held (int $stages)) -}}
+{{- end -}}
+{{- else -}}
 {{- $largest := maxf $stage $router -}}
 {{- $enough := addf (divf (subf $all $largest) $workers) $largest -}}
 {{- if $cuda }}{{ $enough = addf (minf $full $needed) (mulf $routers $router) }}{{ end -}}
@@ -138,12 +143,12 @@ each worker has room for everything, or, on CPUs, so much is free that some work
 {{- end -}}
 {{- end -}}
 {{- $memory := max 8 (add 2 (mul 2 $together)) -}}
-{{- $held := divf $ranks $workers | ceil | int -}}
+{{- $here := divf $ranks $workers | ceil | int -}}
 {{- if $cuda -}}
 {{- $memory = max (mul 12 $gpus) (add 2 (mul 4 $gpus $together)) -}}
-{{- $held = min $ranks (mul $gpus $together) -}}
+{{- $here = min $ranks (mul $gpus $together) -}}
 {{- end -}}
-{{ dict "workers" $workers "least" $first "gpus" $gpus "cpus" $default "memory" (printf "%dGi" $memory) "ranks" $held "routers" $routers "perWorker" $per | toJson }}
+{{ dict "workers" $workers "least" $first "gpus" $gpus "cpus" $default "memory" (printf "%dGi" $memory) "ranks" $here "routers" $routers "perWorker" $per | toJson }}
 {{- end }}
 
 {{/*

@@ -72,6 +72,8 @@ proxy_location: EveryNode
 http_options:
   host: 0.0.0.0
   port: 8000
+  # A HAProxy of before a change still takes requests on connections that were idle, while its routers answer: 30 s.
+  keep_alive_timeout_s: 20
 applications:
   - name: shoal
     import_path: cluster.app:build
@@ -167,9 +169,9 @@ spec:
           value: "1"
         - name: RAY_SERVE_THROUGHPUT_OPTIMIZED
           value: "1"
-        # After each change of routers new HAProxies take over; those of before live on for their streams.
+        # After each change of routers new HAProxies take over. Those of before end with their last stream: 0 is never.
         - name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
-          value: {{ add (include "shoal.drainSeconds" .root | int) 60 | quote }}
+          value: "0"
         {{- if $values.hubToken.existingSecret }}
         - name: HF_TOKEN
           valueFrom:

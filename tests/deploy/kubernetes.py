@@ -1,0 +1,489 @@
+"""KubeRay's second half by hand: the chart's RayService on pods that are hosts of `tests.deploy.hosts`.
+
+KubeRay makes pods of the RayService, starts Ray in them, and sends `serveConfigV2` to Serve's REST API. So does this,
+with the environment, the arguments and the preStop hook that `helm template` renders. Of the image, the environment
+that runs this takes the place. Then the server is changed in every way that an operator or a fault would, under streams
+that last longer than any drain, and what clients saw is counted.
+
+`python -m tests.deploy.kubernetes --stream-s 600 --out FILE` does it with longer streams.
+"""
+
+import argparse
+import contextlib
+import csv
+import io
+import itertools
+import json
+import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from tests.conftest import make_tiny_llama
+from tests.deploy.hosts import Host, Network, missing, network
+from tests.deploy.streams import IMAGE, Clients, Stream
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 120.0
+PROMPT = "streams that last"
+# Of a worker. Two replicas and two routers need both workers; one replica and three routers fit on one. In whatever order
+# they come, there is room for four replicas and two routers: the chart would refuse less.
+CPUS = 3
+CPUS_OF = {"cpus_per_rank": 0.95, "cpus_per_router": 0.55}
+# A step's time: twenty tokens a second, as of a large model; with longer streams the context has to suffice.
+STEP_S = 0.05
+CONTEXT = 4000
+STREAM_S = 80.0  # longer than any drain, and than a HAProxy of before a change would live if it were stopped
+
+
+@dataclass
+class Pod:
+    """A host that stands for a pod. `template`: the pod's, as the chart renders it."""
+
+    host: Host
+    template: dict[str, Any]
+    environment: dict[str, str]
+    start: str
+
+    @property
+    def container(self) -> dict[str, Any]:
+        (container,) = self.template["spec"]["containers"]
+        return container  # type: ignore[no-any-return]
+
+    def run(self) -> None:
+        """The container's command. What fails is started again, as the kubelet does it; what SIGTERM ends is not."""
+        again = f"while ! ({self.start}); do test -e /tmp/ends && break; sleep 1; done"
+        self._exec(f"setsid --fork bash -c {shlex.quote(again)} < /dev/null > /tmp/container.log 2>&1")
+
+    def pre_stop(self) -> subprocess.CompletedProcess[str]:
+        return self._exec(shlex.join(self.container["lifecycle"]["preStop"]["exec"]["command"]), check=False)
+
+    def terminate(self) -> None:
+        """SIGTERM to the container's first process, as the kubelet sends it. Returns when nothing runs any more."""
+        self._exec("touch /tmp/ends; pkill -TERM -f '^[^ ]*python[^ ]* [^ ]*/ray start'", check=False)
+        until(lambda: not self.host.processes(), f"{self.host.name} ends", self.template_grace_s)
+
+    @property
+    def template_grace_s(self) -> float:
+        return float(self.template["spec"]["terminationGracePeriodSeconds"])
+
+    def _exec(self, command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        return self.host.network.ssh(self.host, f"cd; env -i {variables} bash -c {shlex.quote(command)}", check=check)
+
+
+def until(true: Callable[[], Any], what: str, within_s: float = WAIT_S) -> Any:
+    """Polls: what is waited for is another process's doing."""
+    deadline = time.monotonic() + within_s
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if result := true():
+                return result
+        assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
+        time.sleep(0.1)
+
+
+def render(values: dict[str, Any]) -> dict[str, Any]:
+    """The chart's RayService."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(values, file)
+        file.flush()
+        command = [sys.executable, "-c", "import runpy; print(runpy.run_path('helm/check.py')['helm']())"]
+        helm = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        command = [helm, "template", "try", "helm/shoal", "--values", file.name]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    (service,) = [made for made in yaml.safe_load_all(done.stdout) if made and made["kind"] == "RayService"]
+    return service  # type: ignore[no-any-return]
+
+
+@dataclass
+class Rehearsal:
+    """The cluster, and what is done to it. `tell`: called with a line for each step."""
+
+    net: Network
+    model: Path
+    stream_s: float
+    drain_s: float
+    tell: Callable[[str], None] = print
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    pods: dict[str, Pod] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.step_s = max(STEP_S, self.stream_s / CONTEXT)
+        self.clients = Clients(self.net.enter, PROMPT)
+        self.began = time.monotonic()
+        self.quiet = threading.Lock()  # held while something that HAProxies count goes on
+
+    @property
+    def tokens(self) -> int:
+        return int(self.stream_s / self.step_s)
+
+    def say(self, line: str) -> None:
+        self.tell(f"{time.monotonic() - self.began:6.1f} {line}")
+
+    # ------------------------------------------------------------ KubeRay's part
+
+    def values(self, replicas: int, routers: int, **config: Any) -> dict[str, Any]:
+        own = {"drain_s": self.drain_s, "kv_tokens": 32768, "cpu_threads": 1} | CPUS_OF
+        return {
+            "model": str(self.model),
+            "replicas": replicas,
+            "routers": routers,
+            "config": {"served_model_name": "tiny", **own, **config},
+            "workers": {"count": 2, "resources": {"requests": {"cpu": str(CPUS)}}},
+            "env": [{"name": "SHOAL_STEP_S", "value": str(self.step_s)}],
+            "image": {"folders": [str(self.model)]},
+        }
+
+    def pod(self, host: Host, rendered: dict[str, Any]) -> Pod:
+        """The pod as KubeRay makes it: with its own variables, and the command that starts Ray."""
+        cluster = rendered["spec"]["rayClusterConfig"]
+        head = self.net.hosts[0]
+        if host is head:
+            template, params = cluster["headGroupSpec"]["template"], dict(cluster["headGroupSpec"]["rayStartParams"])
+        else:
+            (group,) = cluster["workerGroupSpecs"]
+            template, params = group["template"], dict(group["rayStartParams"])
+            params |= {"address": f"{head.address}:6379", "num-cpus": str(CPUS)}
+        params |= {"dashboard-agent-listen-port": "52365", "metrics-export-port": "8080"}
+        params |= {"node-ip-address": host.address, "object-store-memory": "100000000"}
+        (container,) = template["spec"]["containers"]
+        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        environment |= {
+            "HOME": "/home/shoal",
+            "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PYTHONPATH": f"{IMAGE}:{ROOT}",
+            "RAY_AUTH_MODE": cluster["authOptions"]["mode"],
+            "RAY_AUTH_TOKEN": self.token,
+            "RAY_ADDRESS": "127.0.0.1:6379" if host is head else f"{head.address}:6379",
+            "RAY_SERVE_KV_TIMEOUT_S": "5",
+            "RAY_gcs_server_request_timeout_seconds": "5",
+            "RAY_timeout_ms_task_wait_for_death_info": "0",
+            # For machines that are busy with other tests, not KubeRay's.
+            "RAY_worker_niceness": "0",
+            "RAY_raylet_start_wait_time_s": "300",
+        }
+        arguments = " ".join(f"--{name}={value}" for name, value in params.items())
+        start = f"ray start {'--head ' if host is head else ''}--block {arguments}"
+        if host is not head:  # KubeRay's init container
+            start = f"until (: < /dev/tcp/{head.address}/6379) 2> /dev/null; do sleep 0.5; done; {start}"
+        return Pod(host, template, environment, start)
+
+    def start(self, host: Host, rendered: dict[str, Any]) -> None:
+        self.net.ssh(host, "mkdir -p /home/shoal /cache")
+        self.pods[host.name] = self.pod(host, rendered)
+        self.pods[host.name].run()
+
+    def deploy(self, rendered: dict[str, Any]) -> None:
+        """Sends the configuration to Serve, as KubeRay does when it changes: again, until it is taken."""
+        config = yaml.safe_load(rendered["spec"]["serveConfigV2"])
+
+        def taken() -> bool:
+            answer = self._serve("PUT", json=config)
+            assert answer.status_code == 200 or answer.status_code >= 500, answer.text
+            return answer.status_code == 200
+
+        until(taken, "Serve's REST API")
+
+    def _serve(self, method: str, **more: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.token}"}
+        url = f"http://{self.net.hosts[0].address}:8265/api/serve/applications/"
+        return self.clients.call(method, url, headers=headers, **more)
+
+    # ------------------------------------------------------------ what there is
+
+    def actors(self, deployment: str, state: str = "RUNNING") -> dict[str, str]:
+        """The replicas of a deployment in this state: the id to the address of the host."""
+        answer = self._serve("GET")
+        deployments = answer.json()["applications"].get("shoal", {}).get("deployments", {})
+        known = deployments.get(deployment, {"replicas": []})["replicas"]
+        return {each["replica_id"]: each["node_ip"] for each in known if each["state"] == state}
+
+    def until_there_are(self, replicas: int, routers: int, but: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+        """Waits for these numbers, without those of `but`, and until the HAProxies know the routers."""
+
+        def there() -> bool:
+            found = [self.actors(name) for name in ("Replica", "Router")]
+            if [len(each) for each in found] != [replicas, routers] or but & {*found[0], *found[1]}:
+                return False
+            return all(self.sessions(host.address).keys() == found[1].keys() for host in self.entries())
+
+        until(there, f"{replicas} replicas and {routers} routers")
+
+    def entries(self) -> list[Host]:
+        """Where Serve has HAProxies: on the head, and where there is anything else of it."""
+        used = {self.net.hosts[0].address, *self.actors("Replica").values(), *self.actors("Router").values()}
+        return [host for host in self.net.hosts if host.address in used]
+
+    def begin_on_all(self, count: int) -> list[Stream]:
+        """Starts streams by all HAProxies in turn."""
+        return [self.begin(host) for host in itertools.islice(itertools.cycle(self.entries()), count)]
+
+    def sessions(self, address: str) -> dict[str, int]:
+        """Requests that this host's HAProxy has at each router that it knows, by the router's id."""
+        page = self.clients.call("GET", f"http://{address}:8404/stats;csv").text.removeprefix("# ")
+        rows = [row for row in csv.DictReader(io.StringIO(page)) if row["pxname"] == "http-shoal"]
+        mine = [row for row in rows if row["svname"].startswith("SERVE_REPLICA")]
+        return {row["svname"].rsplit("-", 1)[1]: int(row["scur"]) for row in mine}
+
+    def status(self, entry: Host, path: str) -> str:
+        """The status of an answer to GET, or why there is none."""
+        try:
+            return str(self.clients.call("GET", f"http://{entry.address}:8000{path}").status_code)
+        except httpx.HTTPError as error:
+            return repr(error)
+
+    def begin(self, entry: Host, tokens: int | None = None) -> Stream:
+        """Starts a stream by this host's HAProxy, and finds out which router answers."""
+        with self.quiet:
+            before = self.sessions(entry.address)
+            stream = self.clients.begin(entry.address, tokens or self.tokens)
+            after = self.sessions(entry.address)
+        (stream.router,) = [router for router, count in after.items() if count > before.get(router, 0)]
+        return stream
+
+    def end(self, streams: list[Stream]) -> None:
+        for stream in streams:
+            assert stream.future is not None
+            stream.future.result(self.stream_s * 3 + WAIT_S)
+
+
+# ---------------------------------------------------------------- what is done, and what came of it
+
+
+@dataclass
+class Figures:
+    """| figure | meaning |
+    | --- | --- |
+    | `streams` | that came in by HAProxies and routers which no lost or drained host took with it |
+    | `failed_requests` | of these, those that did not end whole |
+    | `silent_ends` | of all but those by a lost host, those that ended without a word |
+    | `failed_short_requests` | short ones while routers and replicas were changed, one after the other |
+    | `reloaded_replicas` | that a change of numbers started although they ran |
+    | `longest_gap_s` | without a token, of the streams above |
+    | `haproxies` | processes at most in one pod |
+    | `haproxy_mb` | memory of the largest, in MB |
+    """
+
+    streams: int = 0
+    failed_requests: int = 0
+    silent_ends: int = 0
+    failed_short_requests: int = 0
+    short_requests: int = 0
+    reloaded_replicas: int = 0
+    longest_gap_s: float = 0.0
+    haproxies: int = 0
+    haproxy_mb: float = 0.0
+    pre_stop_rc: list[int] = field(default_factory=list)
+    pre_stop_s: list[float] = field(default_factory=list)
+    without_worker: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    tell: Callable[[str], None] = field(default=print, repr=False)
+
+    def failed(self, what: str) -> None:
+        self.failures.append(what)
+        self.tell(what)
+
+    def json(self) -> str:
+        told = {name: value for name, value in vars(self).items() if name != "tell"}
+        return json.dumps(told, indent=2)
+
+
+@contextlib.contextmanager
+def asking(rehearsal: Rehearsal, entry: Host, figures: Figures) -> Iterator[None]:
+    """A client that asks short questions meanwhile."""
+    stop = threading.Event()
+
+    def ask() -> None:
+        body = {"model": "tiny", "prompt": "short", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        while not stop.wait(0.2):
+            figures.short_requests += 1
+            try:
+                url = f"http://{entry.address}:8000/v1/completions"
+                with rehearsal.quiet:
+                    answer = httpx.post(url, json=body, timeout=WAIT_S)
+                how = "" if answer.status_code == 200 else f"{answer.status_code} {answer.text[:200]}"
+            except httpx.HTTPError as error:
+                how = repr(error)
+            if how:
+                figures.failed_short_requests += 1
+                figures.failed(f"short, at {time.monotonic() - rehearsal.began:.1f} s: {how}")
+
+    asked = rehearsal.clients.submit(ask)
+    try:
+        yield
+    finally:
+        stop.set()
+        asked.result()
+
+
+def rehearse(r: Rehearsal) -> Figures:
+    """Every change, under streams."""
+    figures = Figures(tell=r.say)
+    head, one, two = r.net.hosts
+    before = {host.name: (host.files(), set(host.ports())) for host in r.net.hosts}
+    rendered = render(r.values(2, 1))
+    for host in r.net.hosts:
+        r.start(host, rendered)
+    r.deploy(rendered)
+    r.until_there_are(2, 1)
+    r.say("deployed")
+
+    with asking(r, head, figures):
+        kept, streams = set(r.actors("Replica")), r.begin_on_all(4)
+        r.deploy(render(r.values(4, 2)))
+        r.until_there_are(4, 2)
+        figures.reloaded_replicas += len(kept - set(r.actors("Replica")))
+        r.say("replicas 2 to 4, routers 1 to 2")
+        kept, streams = set(r.actors("Replica")), [*streams, *r.begin_on_all(4)]
+        r.deploy(render(r.values(1, 1)))
+        r.until_there_are(1, 1)
+        figures.reloaded_replicas += len(set(r.actors("Replica")) - kept)
+        r.say("replicas 4 to 1, routers 2 to 1")
+        kept = {*r.actors("Replica"), *r.actors("Router")}
+        r.deploy(render(r.values(2, 2, max_prompts=255)))
+        r.until_there_are(2, 2, but=kept)
+        r.say("another version")
+        look(r, figures)
+        text = undisturbed(r.model, r.tokens)
+        r.end(streams)
+        r.say("streams over all of that have ended")
+    count(figures, streams, text)
+
+    # The pod of one host is lost, and KubeRay makes another in its place.
+    streams = r.begin_on_all(6)
+    taken = {"Router": r.actors("Router"), "Replica": r.actors("Replica")}
+    # One with a replica, while the other has a router.
+    if two.address not in taken["Replica"].values() or one.address not in taken["Router"].values():
+        one, two = two, one
+    assert two.address in taken["Replica"].values() and one.address in taken["Router"].values()
+    two.vanish()
+    r.say("a host is lost")
+    lost = [s for s in streams if two.address in (s.entry, taken["Router"].get(s.router))]
+    two.start()
+    r.start(two, rendered)
+    gone = {each for found in taken.values() for each, address in found.items() if address == two.address}
+    r.until_there_are(2, 2, but=gone)
+    r.say("as many as before")
+    r.deploy(render(r.values(1, 3, max_prompts=255)))
+    r.until_there_are(1, 3)
+    r.say("replicas 2 to 1, routers 2 to 3")
+
+    # The pod with the replica is drained.
+    one, two = (one, two) if one.address in r.actors("Replica").values() else (two, one)
+    more = [r.begin(head) for _ in range(4)]
+    routers = r.actors("Router")
+    drained = [s for s in [*streams, *more] if one.address in (s.entry, routers.get(s.router, one.address))]
+    with asking(r, head, figures):
+        stop(r, figures, one.name)
+        r.until_there_are(1, 3)
+        r.say("a drained pod has ended")
+    r.end([*streams, *more])
+    stayed = [s for s in [*streams, *more] if s not in lost and s not in drained]
+    count(figures, stayed, text)
+    for stream in drained:
+        if stream not in lost and not stream.is_whole(text) and stream.error is None:
+            figures.silent_ends += 1
+            figures.failed(f"silent: {stream.told()}")
+
+    # helm uninstall
+    stop(r, figures, two.name)
+    figures.without_worker = {path: r.status(head, path) for path in ("/v1/models", "/ready", "/-/healthz")}
+    r.pods["head"].terminate()
+    for host in r.net.hosts:
+        files, ports = before[host.name]
+        left = [*host.processes().values(), *map(str, host.ports() - ports), *(host.files() - files)]
+        figures.left += [f"{host.name}: {each}" for each in left if not each.startswith("cache/")]
+    figures.seconds = time.monotonic() - r.began
+    r.say("nothing runs any more")
+    return figures
+
+
+def stop(r: Rehearsal, figures: Figures, name: str) -> None:
+    """Ends a pod as the kubelet does."""
+    pod, began = r.pods[name], time.monotonic()
+    done = pod.pre_stop()
+    figures.pre_stop_s.append(round(time.monotonic() - began, 1))
+    figures.pre_stop_rc.append(done.returncode)
+    r.say(f"preStop of {name}: {done.returncode} after {figures.pre_stop_s[-1]} s {done.stdout}{done.stderr}")
+    pod.terminate()
+    del r.pods[name]
+
+
+def count(figures: Figures, streams: list[Stream], text: str) -> None:
+    figures.streams += len(streams)
+    for stream in streams:
+        if not stream.is_whole(text):
+            figures.failed_requests += 1
+            figures.failed(stream.told())
+        figures.longest_gap_s = round(max(figures.longest_gap_s, stream.gap_s), 2)
+
+
+def look(r: Rehearsal, figures: Figures) -> None:
+    """How many HAProxies there are in a pod, and what they hold."""
+    for host in r.entries():
+        running = [process for process, line in host.processes().items() if "haproxy -" in line]
+        figures.haproxies = max(figures.haproxies, len(running))
+        sizes = [int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096 / 1e6 for process in running]
+        figures.haproxy_mb = round(max([figures.haproxy_mb, *sizes]), 1)
+
+
+def undisturbed(model: Path, tokens: int) -> str:
+    """What the model says, computed in this process alone."""
+    from tokenizers import Tokenizer
+
+    from cluster.config import Config
+    from worker.engine.engine import Engine
+    from worker.messages import SamplingParams
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    settings: dict[str, Any] = {"model": str(model), "device": "cpu", "kv_tokens": 8192, "cpu_threads": 1}
+    with contextlib.closing(Engine(model, Config(**settings))) as alone:
+        asked = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        (found,) = alone.generate([tokenizer.encode(PROMPT).ids], asked)
+    return str(tokenizer.decode(found.token_ids))
+
+
+def rehearsed(folder: Path, stream_s: float, drain_s: float, tell: Callable[[str], None] = print) -> Figures:
+    """A whole rehearsal in a folder, which must be empty."""
+    model = make_tiny_llama(folder / "tiny-llama")
+    shown = [str(model), *([str(ROOT)] if ROOT.is_relative_to("/tmp") else [])]
+    with network(folder, ["head", "one", "two"], shown) as net:
+        r = Rehearsal(net, model, stream_s, drain_s, tell)
+        try:
+            return rehearse(r)
+        finally:
+            r.clients.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stream-s", type=float, default=600.0, help="how long a stream lasts, in seconds")
+    parser.add_argument("--drain-s", type=float, default=5.0, help="the server's drain_s")
+    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    args = parser.parse_args()
+    if why := missing():
+        parser.error(why)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = rehearsed(Path(folder), args.stream_s, args.drain_s)
+    text = figures.json()
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""An operator's machine for a rehearsal of `ray up`: a checkout, an ssh key, and the programs of the environment here.
+
+The files are those of the checkout; only addresses, user and key, the step that installs, and what a tiny model on a
+small machine needs are changed.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.deploy.hosts import Host, Network
+from tests.deploy.streams import Stream
+
+ROOT = Path(__file__).parents[2]
+VENV = Path(sys.prefix)
+SITE = Path(next(path for path in sys.path if path.endswith("site-packages")))
+LEFT_OUT = ("bench/results", "tests", "docs")  # of the checkout: nothing of them is installed
+FILE = "cluster/ray/machines.yaml"
+# The environment here in place of one that pip fills; a device on which a token takes a while.
+INSTALL = f"""\
+test -x ~/shoal-env/bin/python || {{ {VENV}/bin/python -m venv --without-pip ~/shoal-env &&
+site=~/shoal-env/lib/{SITE.parent.name}/site-packages && cp {ROOT}/tests/deploy/slow_device.py $site &&
+printf '%s\\n' ~/shoal {SITE} 'import slow_device' > $site/rehearsal.pth &&
+for p in "ray ray.scripts.scripts" "shoal shoal.cli"; do set -- $p;
+printf '#!%s/shoal-env/bin/python\\nimport sys\\nfrom %s import main\\nsys.exit(main())\\n' ~ $2 > ~/shoal-env/bin/$1;
+chmod +x ~/shoal-env/bin/$1; done; }}"""
+
+
+@dataclass
+class Done:
+    code: int
+    output: str
+
+
+class Operator:
+    """Somebody with a checkout of Shoal, who can reach the hosts."""
+
+    def __init__(self, network: Network, folder: Path, model: Path, **settings: Any) -> None:
+        """`settings`: of shoal.yaml, besides those that a small machine needs."""
+        self.network = network
+        self.home = folder
+        self.checkout = folder / "checkout"
+        listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+        for name in filter(None, listed.stdout.split("\0")):
+            if not name.startswith(LEFT_OUT) and (ROOT / name).is_file():
+                (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self.checkout / name)
+        file = self.checkout / FILE
+        config = yaml.safe_load(file.read_text())
+        addresses = [host.address for host in network.hosts]
+        config["provider"] |= {"head_ip": addresses[0], "worker_ips": addresses[1:]}
+        config["auth"] = {"ssh_user": "ops", "ssh_private_key": str(network.key)}
+        config["setup_commands"] = [INSTALL]
+        file.write_text(yaml.safe_dump(config, sort_keys=False, width=10000))
+        small = {"model": str(model), "kv_tokens": 16384, "cpu_threads": 1, "cpus_per_rank": 0.5, "cpus_per_router": 0.5}
+        self.configure(**small, **settings)
+        made = self.run("ray", "get-auth-token", "--generate")
+        assert made.code == 0, made.output
+
+    def configure(self, **settings: Any) -> None:
+        """Changes settings of shoal.yaml in the checkout."""
+        file = self.checkout / "cluster/ray/shoal.yaml"
+        file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | settings))
+
+    @property
+    def head(self) -> Host:
+        return self.network.hosts[0]
+
+    def run(self, *command: str, timeout_s: float = 300.0) -> Done:
+        """A command as the operator types it, in the checkout."""
+        done = subprocess.run(
+            self.network.command(*command),
+            cwd=self.checkout,
+            env=self._environment(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_s,
+            check=False,
+        )
+        return Done(done.returncode, done.stdout)
+
+    def ray(self, verb: str, *arguments: str) -> Done:
+        """`ray VERB FILE ARGUMENTS`, without questions."""
+        yes = ["-y"] if verb in ("up", "down") else []
+        return self.run("ray", verb, *yes, FILE, *arguments)
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY", "PYTHON", "SHOAL"))}
+        return kept | {"HOME": str(self.home), "PATH": f"{VENV}/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+
+    def ask(self, host: Host, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+        """Asks the router of a host. Returns the status, 0 if there is none that answers, and the answer."""
+        sent = [] if body is None else ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+        url = f"http://{host.address}:8000{path}"
+        done = self.run("curl", "--silent", "--max-time", "20", "--write-out", "\n%{http_code}", *sent, url)
+        answer, _, status = done.output.rpartition("\n")
+        return int(status or 0), answer
+
+    def ready(self, host: Host) -> int:
+        """How many replicas the router of a host reaches."""
+        status, answer = self.ask(host, "/ready")
+        return sum(json.loads(answer)["models"].values()) if status == 200 else 0
+
+    def log(self) -> str:
+        """What the supervisor and `shoal serve` have written on the head."""
+        return self.network.ssh(self.head, "cat ~/shoal.log", check=False).stdout
+
+    @contextlib.contextmanager
+    def streams(self, host: Host, clients: int, tokens: int) -> Iterator[list[Stream]]:
+        """Streams by the router of a host meanwhile. The list is filled at the end, which waits for the last."""
+        command = [str(VENV / "bin/python"), "-m", "tests.deploy.streams"]
+        command += [f"http://{host.address}:8000", str(clients), str(tokens)]
+        process = subprocess.Popen(
+            self.network.command(*command), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        found: list[Stream] = []
+        try:
+            yield found
+            output, _ = process.communicate(timeout=900)
+            found.extend(Stream(**each) for each in json.loads(output))
+        finally:
+            process.kill()
+            process.wait()
+
+
+def until(true: Callable[[], Any], what: str, within_s: float = 120.0, why: Callable[[], str] = str) -> Any:
+    """Polls: what is waited for is another machine's doing. `why`: what to say if it does not come."""
+    deadline = time.monotonic() + within_s
+    while not (result := true()):
+        assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s\n{why()}"
+        threading.Event().wait(0.2)
+    return result
+
+
+def problems(streams: Sequence[Stream]) -> list[str]:
+    """What is wrong with streams: those that failed or were cut off, and texts that differ from others of a client."""
+    found = [f"client {each.client}: {each.problem}" for each in streams if each.problem is not None]
+    for client in {each.client for each in streams}:
+        texts = {each.text for each in streams if each.client == client and each.problem is None}
+        if len(texts) > 1:
+            found.append(f"client {client}: {len(texts)} different texts")
+    return found
