@@ -390,8 +390,10 @@ def write_crd(path: Path) -> None:
         "out, unknown fields refused."
     )
     folded = _Folded(closed)
-    made = {"$comment": comment, **folded.schema, "$defs": folded.parts}
-    CRD.write_text(json.dumps(made, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+    made = {"$comment": comment, **folded.schema}
+    lines = [f"{json.dumps(key)}:{json.dumps(part, separators=(',', ':'))}" for key, part in made.items()]
+    parts = [f"{json.dumps(key)}:{json.dumps(part, separators=(',', ':'))}" for key, part in folded.parts.items()]
+    CRD.write_text("{\n" + ",\n".join(lines) + ',\n"$defs":{\n' + ",\n".join(parts) + "\n}}\n")
 
 
 def _closed(node: dict[str, Any]) -> dict[str, Any]:

@@ -36,8 +36,8 @@ from tests.deploy.streams import IMAGE, Clients, Stream
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
 PROMPT = "streams that last"
-# Of a worker. Two replicas and two routers need both workers; one replica and three routers fit on one. There is room for
-# four replicas and two routers in whatever order they come: the chart would refuse less.
+# Of a worker. Two replicas and two routers need both workers; one replica and three routers fit on one. There is room
+# for four replicas and two routers in whatever order they come: the chart would refuse less.
 CPUS = 3
 CPUS_OF = {"cpus_per_rank": 0.95, "cpus_per_router": 0.55}
 # A step's time: twenty tokens a second, as of a large model; with longer streams the context has to suffice.
