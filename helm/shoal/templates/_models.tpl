@@ -45,19 +45,12 @@ Replica-{{ regexReplaceAll "[^A-Za-z0-9_.-]" . "-" }}
 {{- $models := include "shoal.models" . | fromJsonArray -}}
 {{- $defaults := (.Files.Get "defaults.json" | fromJson).config -}}
 {{- $top := dict -}}
-{{- range $table := list $defaults (omit .Values.config "replicas") (pick .Values "tp" "pp") -}}
+{{- range $table := list $defaults .Values.config (pick .Values "tp" "pp" "replicas") -}}
 {{- range $key, $value := $table }}{{ $_ := set $top $key $value }}{{ end -}}
 {{- end -}}
 {{- include "shoal.checkSettings" (dict "root" . "it" $top "of" "") -}}
 {{- range $models -}}
 {{- include "shoal.checkSettings" (dict "root" $ "it" . "of" .of) -}}
-{{- if .max_replicas -}}
-{{- if lt (int .replicas) (int .min_replicas) -}}
-{{- fail (printf "replicas is %d%s, less than min_replicas %d: it is the number at the start, leave it out" (int .replicas) .of (int .min_replicas)) -}}
-{{- else if gt (int .replicas) (int .max_replicas) -}}
-{{- fail (printf "replicas is %d%s, more than max_replicas %d: it is the number at the start, leave it out" (int .replicas) .of (int .max_replicas)) -}}
-{{- end -}}
-{{- end -}}
 {{- end -}}
 {{- if and .Values.models (not $models) (eq .Values.device "cuda") -}}
 {{- fail "device is cuda, but all models are at other endpoints: GPUs would stand idle, leave device at cpu" -}}
@@ -79,6 +72,12 @@ Replica-{{ regexReplaceAll "[^A-Za-z0-9_.-]" . "-" }}
 {{- end -}}
 {{- else if gt (int .min_replicas) (int .max_replicas) -}}
 {{- fail (printf "min_replicas is %d%s, more than max_replicas %d" (int .min_replicas) $of (int .max_replicas)) -}}
+{{- else if not (kindIs "invalid" .replicas) -}}
+{{- if lt (int .replicas) (int .min_replicas) -}}
+{{- fail (printf "replicas is %d%s, less than min_replicas %d: it is the number at the start, leave it out" (int .replicas) $of (int .min_replicas)) -}}
+{{- else if gt (int .replicas) (int .max_replicas) -}}
+{{- fail (printf "replicas is %d%s, more than max_replicas %d: it is the number at the start, leave it out" (int .replicas) $of (int .max_replicas)) -}}
+{{- end -}}
 {{- end -}}
 {{- if and (lt (float64 .gpus_per_rank) 1.0) (or (gt (int .tp) 1) (gt (int .pp) 1)) -}}
 {{- fail (printf "gpus_per_rank is %v%s, but ranks of tp %d, pp %d cannot share a GPU: leave it at 1" .gpus_per_rank $of (int .tp) (int .pp)) -}}
