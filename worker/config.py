@@ -44,6 +44,7 @@ class WorkerConfig(BaseModel):
         description="number of layers of each pipeline stage, as in 20,20,21,19: for devices of different speed, or "
         "for a load of prefill alone or decode alone; by default stages take about the same time for both, with the "
         "LM head on the last stage counted",
+        json_schema_extra={"pattern": "^0*[1-9][0-9]*(,0*[1-9][0-9]*)*$"},
     )
     page_size: int = Field(16, ge=1, le=64, description="tokens per KV page; prefixes are shared in whole pages")
     kv_tokens: int | None = Field(

@@ -36,9 +36,10 @@ from tests.deploy.streams import IMAGE, Clients, Stream
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
 PROMPT = "streams that last"
-# Of a worker. Two replicas and two routers need both workers; one replica and three routers fit on one.
+# Of a worker. Two replicas and two routers need both workers; one replica and three routers fit on one. There is room
+# for four replicas and two routers in whatever order they come: the chart would refuse less.
 CPUS = 3
-CPUS_OF = {"cpus_per_rank": 1.2, "cpus_per_router": 0.4}
+CPUS_OF = {"cpus_per_rank": 0.95, "cpus_per_router": 0.55}
 # A step's time: twenty tokens a second, as of a large model; with longer streams the context has to suffice.
 STEP_S = 0.05
 CONTEXT = 4000
@@ -141,6 +142,7 @@ class Rehearsal:
             "config": {"served_model_name": "tiny", **own, **config},
             "workers": {"count": 2, "resources": {"requests": {"cpu": str(CPUS)}}},
             "env": [{"name": "SHOAL_STEP_S", "value": str(self.step_s)}],
+            "image": {"folders": [str(self.model)]},
         }
 
     def pod(self, host: Host, rendered: dict[str, Any]) -> Pod:

@@ -1,82 +1,43 @@
 """The chart through `helm/check.py`, what it derives from its values, and that the checks themselves can fail."""
 
 import copy
-import importlib.util
+import inspect
 import json
 import re
-import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import triton.knobs
 import yaml
 from ray.serve._private.constants import RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import Config
-from cluster.deployed import APP, GOODBYE_S, WATCH_S
+from cluster.deployed import GOODBYE_S, WATCH_S
 from cluster.leave_node import REPLACED_S
 from cluster.models import model_name
+from tests.helm.chart import (
+    ROOT,
+    arguments,
+    check,
+    cluster,
+    container,
+    ray_service,
+    render,
+    served,
+    variables,
+    with_notes,
+    workers,
+)
+from tests.helm.paper import faults
 
-ROOT = Path(__file__).parents[2]
-
-
-def load_check() -> Any:
-    """The module, from its file: `helm/` is the chart's room and no package that gets installed."""
-    spec = importlib.util.spec_from_file_location("helm_check", ROOT / "helm" / "check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-check = load_check()
 CheckError, check_manifests = check.CheckError, check.check_manifests
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def render(values: dict[str, Any], release: str = "try") -> Any:
-    """The manifests, rendered once for all tests of the same values."""
-    return json.loads(rendered(json.dumps(values), release))
-
-
-@cache
-def rendered(values: str, release: str) -> str:
-    return json.dumps(check.render(json.loads(values), release))
-
-
-def ray_service(values: dict[str, Any], release: str = "try") -> dict[str, Any]:
-    (manifest,) = [manifest for manifest in render(values, release) if manifest["kind"] == "RayService"]
-    return manifest
-
-
-def cluster(values: dict[str, Any]) -> dict[str, Any]:
-    return ray_service(values)["spec"]["rayClusterConfig"]
-
-
-def workers(values: dict[str, Any]) -> dict[str, Any]:
-    (group,) = cluster(values)["workerGroupSpecs"]
-    return group
-
-
-def container(group: dict[str, Any]) -> dict[str, Any]:
-    (only,) = group["template"]["spec"]["containers"]
-    return only
-
-
-def served(values: dict[str, Any]) -> dict[str, Any]:
-    return yaml.safe_load(ray_service(values)["spec"]["serveConfigV2"])
-
-
-def arguments(values: dict[str, Any]) -> dict[str, Any]:
-    (application,) = served(values)["applications"]
-    assert application["name"] == APP
-    return application["args"]
 
 
 @pytest.mark.slow
@@ -111,7 +72,7 @@ def test_workers_follow_from_replicas_and_gpus(
     sizes = {"replicas": replicas, "tp": tp, "pp": pp, "workers": group}
     group = workers({"device": "cuda", **sizes})
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (count, count, count)
-    assert container(group)["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": gpus}
+    assert container(group)["resources"]["limits"] == {"memory": f"{12 * gpus}Gi", "nvidia.com/gpu": gpus}
     assert container(group)["image"] == "shoal:0.1.0-cuda"
 
 
@@ -204,7 +165,7 @@ def test_a_model_at_another_endpoint_needs_no_worker_of_its_own() -> None:
         ([(2, 1, 1), (1, 2, 1)], None, 2, 2),  # the two small ones share a worker
         ([(3, 1, 1), (1, 4, 1)], 4, 2, 4),
         ([(4, 1, 1), (1, 2, 2)], 4, 2, 4),
-        ([(1, 3, 1), (1, 3, 1), (2, 1, 1)], 4, 2, 4),
+        ([(1, 3, 1), (1, 3, 1), (2, 1, 1)], 4, 3, 4),  # the small ones may come first, and to two workers
         ([(1, 8, 1), (9, 1, 1)], 8, 3, 8),
     ],
 )
@@ -236,6 +197,131 @@ def test_ray_asks_for_a_token() -> None:
     assert cluster({})["authOptions"] == {"mode": "token"}
 
 
+@pytest.mark.parametrize(
+    ("image", "name"),
+    [
+        ({"tag": "1"}, "shoal:1"),
+        ({"digest": "sha256:" + "a" * 64}, "shoal@sha256:" + "a" * 64),
+        ({"digest": "sha256:" + "a" * 64, "tag": "1"}, "shoal:1@sha256:" + "a" * 64),
+        ({"repository": "registry.example.org:5000/team/shoal"}, "registry.example.org:5000/team/shoal:0.1.0-cpu"),
+    ],
+)
+def test_an_image_is_named_by_tag_or_digest(image: dict[str, str], name: str) -> None:
+    assert container(workers({"image": image}))["image"] == name
+
+
+def test_every_pod_runs_at_ray_s_highest_priority_and_keeps_compiled_kernels() -> None:
+    for group in (cluster({})["headGroupSpec"], workers({})):
+        assert variables(group)["RAY_worker_niceness"] == "0"
+        paths = [variables(group)[name] for name in ("FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR")]
+        assert all(Path(path).is_relative_to("/cache") for path in paths)
+    assert "TRITON_CACHE_DIR" in inspect.getsource(triton.knobs)
+
+
+def test_replicas_that_share_gpus_have_no_more_than_they_need() -> None:
+    values = {"device": "cuda", "replicas": 4, "config": {"gpus_per_rank": 0.5}}
+    assert workers(values)["replicas"] == 2
+    assert workers(values | {"workers": {"count": 2}})["replicas"] == 2
+    assert workers(values | {"workers": {"gpusPerWorker": 2}})["replicas"] == 1
+
+
+def test_a_part_of_a_gpu_is_a_gpu_to_ray() -> None:
+    group = workers({"device": "cuda", "workers": {"gpuResource": "nvidia.com/mig-1g.10gb"}})
+    assert container(group)["resources"]["limits"] == {"memory": "12Gi", "nvidia.com/mig-1g.10gb": 1}
+    assert group["rayStartParams"]["num-gpus"] == "1"
+
+
+@pytest.mark.parametrize("given", [None, {}, {"requests": None}, {"limits": {"memory": None}}])
+def test_resources_that_are_left_out_have_defaults(given: Any) -> None:
+    asked = {"limits": {"memory": "8Gi"}, "requests": {"cpu": "4", "memory": "8Gi"}}
+    assert container(workers({"workers": {"resources": given}}))["resources"] == asked
+    more = container(workers({"workers": {"resources": {"requests": {"memory": "64Gi"}}}}))["resources"]
+    assert more["limits"]["memory"] == more["requests"]["memory"] == "64Gi"
+
+
+def test_settings_may_name_folders_on_volumes_and_in_the_image() -> None:
+    values = {
+        "model": "/models/mine",
+        "extraVolumes": [{"name": "models", "nfs": {"server": "files", "path": "/models"}}],
+        "extraVolumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+        "image": {"folders": ["/opt/adapters"]},
+        "config": {"lora_modules": {"x": "/opt/adapters/x"}, "response_store_dir": "/cache/responses"},
+    }
+    manifests = render(values)
+    check_manifests(manifests)
+    for group in (cluster(values)["headGroupSpec"], workers(values)):
+        assert {"name": "models", "mountPath": "/models", "readOnly": True} in container(group)["volumeMounts"]
+        assert "models" in {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+
+
+def test_the_head_takes_no_claim_from_the_workers() -> None:
+    values = {"replicas": 1, "cache": {"create": True, "accessModes": ["ReadWriteOnce"]}}
+    (volume,) = cluster(values)["headGroupSpec"]["template"]["spec"]["volumes"]
+    assert "emptyDir" in volume and "persistentVolumeClaim" in workers(values)["template"]["spec"]["volumes"][0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ({"replicas": 64, "tp": 8}, 64),
+        ({"replicas": 64, "workers": {"gpusPerWorker": 8}}, 8),
+        ({"replicas": 16, "tp": 8, "pp": 2}, 32),
+    ],
+)
+def test_large_servers_have_room_on_paper(sizes: dict[str, Any], count: int) -> None:
+    values = {"device": "cuda", **sizes}
+    assert workers(values)["replicas"] == count
+    assert not list(faults(ray_service(values)))
+
+
+@pytest.mark.parametrize(
+    "config", [{"cpus_per_router": 2.5}, {"cpus_per_rank": 1.9, "cpus_per_router": 0.5}, {"cpus_per_rank": 3}, {}]
+)
+def test_workers_by_default_have_room_for_any_number(config: dict[str, float]) -> None:
+    for sizes in (
+        {"replicas": 3},
+        {"replicas": 9, "tp": 2},
+        {"replicas": 4, "pp": 3},
+        {"replicas": 5, "device": "cuda"},
+    ):
+        assert not list(faults(ray_service({**sizes, "config": config})))
+
+
+def test_what_the_paper_must_find() -> None:
+    """Of manifests that the chart does not make."""
+
+    def changed(values: dict[str, Any], change: Callable[[Any], object]) -> list[str]:
+        manifest = copy.deepcopy(ray_service(values))
+        change(manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0])
+        return list(faults(manifest))
+
+    gpus = {"device": "cuda", "replicas": 3, "tp": 2}
+    assert changed(gpus, lambda group: group.update(maxReplicas=2))
+    assert changed(gpus, lambda group: container(group)["resources"]["requests"].update(cpu=2))
+    assert changed({}, lambda group: container(group)["resources"]["requests"].update(cpu=1))
+    assert changed({}, lambda group: container(group)["resources"]["requests"].update(memory="9Gi"))
+    assert changed({}, lambda group: container(group)["resources"]["limits"].update(memory="2Gi"))
+    assert not changed(gpus, lambda group: group.update(maxReplicas=4))
+
+
+def test_no_change_of_numbers_changes_how_many_routers_a_worker_takes() -> None:
+    """It would restart routers."""
+    gpus = [{"tp": 8}, {"workers": {"gpusPerWorker": 8}}, {"config": {"gpus_per_rank": 0.5}}]
+    for sizes in (*gpus, {"device": "cpu", "tp": 2, "workers": {"resources": {"requests": {"cpu": 4}}}}):
+        found = {
+            json.dumps(
+                [
+                    served({"device": "cuda", "replicas": replicas, **sizes})["applications"][0]["deployments"][1].get(
+                        "max_replicas_per_node"
+                    ),
+                    container(workers({"device": "cuda", "replicas": replicas, **sizes}))["resources"],
+                ]
+            )
+            for replicas in (1, 2, 5, 9, 32)
+        }
+        assert len(found) == 1 and "null" not in found.pop()
+
+
 def test_any_resource_that_the_cluster_knows_can_be_asked_for() -> None:
     limits = {"rdma/hca": 1, "vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "5Gi", "memory": "8Gi"}
     values = {"device": "cuda", "tp": 2, "workers": {"resources": {"limits": limits}}}
@@ -245,14 +331,13 @@ def test_any_resource_that_the_cluster_knows_can_be_asked_for() -> None:
 
 
 def test_cpus_are_those_that_kuberay_tells_ray() -> None:
-    """Of the limit before the request, rounded up; where neither says, Ray counts the node's."""
+    """Of the limit before the request, rounded up."""
     three = {"replicas": 1, "workers": {"resources": {"requests": {"cpu": "2500m"}}}}
     assert render(three)
     with pytest.raises(CheckError, match="1 workers of 3 CPUs have 3 together"):
         render({**three, "routers": 2})
     both = {"requests": {"cpu": 1}, "limits": {"cpu": 4}}
     assert render({"replicas": 1, "routers": 2, "workers": {"resources": both}})
-    assert render({"replicas": 90, "workers": {"count": 1, "resources": {"requests": {"cpu": None}}}})
 
 
 def test_autoscaling_begins_small_and_has_room_for_all() -> None:
@@ -262,6 +347,30 @@ def test_autoscaling_begins_small_and_has_room_for_all() -> None:
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (1, 1, 6)
     assert workers({"replicas": 3, "autoscaling": {"enabled": True}})["maxReplicas"] == 3
     assert "enableInTreeAutoscaling" not in cluster({"autoscaling": {"maxWorkers": 6}})
+    # Its container must be as the others where Pod Security's level is "restricted".
+    assert scaled["autoscalerOptions"]["securityContext"] == container(group)["securityContext"]
+    assert group["template"]["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+def test_replicas_at_the_start_are_within_the_bounds_of_autoscaling() -> None:
+    def first(config: dict[str, int], **more: int) -> int:
+        values = {"config": config, **more}
+        assert not list(faults(ray_service(values)))
+        return int(served(values)["applications"][0]["deployments"][0]["num_replicas"])
+
+    assert first({"max_replicas": 8, "min_replicas": 4}) == 4
+    assert first({"max_replicas": 1}) == 1
+    assert first({"max_replicas": 8, "min_replicas": 0}) == 2
+    assert first({"max_replicas": 8}, replicas=5) == 5
+
+
+def test_the_example_of_autoscaling_scales() -> None:
+    values = yaml.safe_load((ROOT / "helm" / "examples" / "autoscaling.yaml").read_text())
+    (told,) = served(values)["applications"]
+    (model,) = Config.model_validate(told["args"]).deployments
+    assert told["external_scaler_enabled"] and model.min_replicas < told["deployments"][0]["num_replicas"]
+    assert told["deployments"][0]["num_replicas"] < model.most_replicas == workers(values)["maxReplicas"]
+    assert workers(values)["minReplicas"] == 0 and cluster(values)["enableInTreeAutoscaling"]
 
 
 def test_keys_come_from_a_secret_and_never_into_the_manifest() -> None:
@@ -300,13 +409,13 @@ def test_models_are_kept_where_it_is_said(cache: dict[str, Any], volume: dict[st
     assert [manifest["kind"] for manifest in manifests] == kinds
     (pod_volume,) = [v for v in workers({"cache": cache})["template"]["spec"]["volumes"] if v["name"] == "cache"]
     assert pod_volume == {"name": "cache", **volume}
-    environment = {variable["name"]: variable.get("value") for variable in container(workers({}))["env"]}
+    environment = variables(workers({}))
     assert environment["SHOAL_CACHE"].startswith("/cache/") and environment["HF_HOME"].startswith("/cache/")
 
 
 def test_requests_reach_routers_through_haproxy() -> None:
     for group in (cluster({})["headGroupSpec"], workers({})):
-        environment = {variable["name"]: variable.get("value") for variable in container(group)["env"]}
+        environment = variables(group)
         assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == environment["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"
 
 
@@ -317,7 +426,7 @@ def test_nothing_ends_before_its_streams_may(config: dict[str, Any], drain_s: fl
     """Neither the HAProxies of before a change, nor a pod: it has time for the way of a router to its end."""
     values = {"config": config}
     for group in (cluster(values)["headGroupSpec"], workers(values)):
-        environment = {variable["name"]: variable.get("value") for variable in container(group)["env"]}
+        environment = variables(group)
         assert int(environment["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) == 0, "never"
         grace_s = group["template"]["spec"]["terminationGracePeriodSeconds"]
     hook = container(workers(values))["lifecycle"]["preStop"]["exec"]["command"]
@@ -361,16 +470,10 @@ def test_an_upgrade_of_the_chart_alone_keeps_the_cluster() -> None:
 
 
 def notes(values: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What helm would print after an installation; `helm template` leaves it out, so it is made a manifest here."""
-    chart = folder / "shoal"
-    shutil.copytree(check.CHART, chart)
-    shutil.move(chart / "templates" / "NOTES.txt", chart / "NOTES.txt")
-    (chart / "templates" / "notes.yaml").write_text(
-        'kind: Notes\ntext: {{ tpl (.Files.Get "NOTES.txt") . | toJson }}\n'
-    )
-    monkeypatch.setattr(check, "CHART", chart)
+    """What helm would print after an installation."""
+    monkeypatch.setattr(check, "CHART", with_notes(folder))
     (manifest,) = [manifest for manifest in check.render(values) if manifest["kind"] == "Notes"]
-    return manifest["text"]
+    return str(manifest["text"])
 
 
 def test_the_notes_have_a_line_to_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,10 +524,17 @@ def head_container(spec: dict[str, Any]) -> dict[str, Any]:
     ("change", "message"),
     [
         (lambda spec: spec.update(replicas=2), "RayService: spec: .*replicas"),
-        (lambda spec: spec["rayClusterConfig"].pop("rayVersion"), "rayVersion"),
+        (lambda spec: spec["rayClusterConfig"].pop("headGroupSpec"), "RayService: .*headGroupSpec"),
+        (lambda spec: spec["rayClusterConfig"].update(rayVersion=2), "RayService: spec.rayClusterConfig.rayVersion"),
+        (lambda spec: head_container(spec)["env"].append(head_container(spec)["env"][0]), "env: name: .* twice"),
         (lambda spec: spec["rayClusterConfig"]["workerGroupSpecs"][0].update(maxReplicas=1), "between"),
-        (lambda spec: spec["serveService"]["spec"].update(typ="NodePort"), "Service for Kubernetes 1.27"),
-        (lambda spec: head_container(spec).update(imagePullPolice="Always"), "Pod for Kubernetes 1.27"),
+        (lambda spec: spec["serveService"]["spec"].update(typ="NodePort"), "RayService: .*typ"),
+        (  # only newer ones have it
+            lambda spec: spec["serveService"]["spec"].update(trafficDistribution="PreferClose"),
+            "Service for Kubernetes 1.27",
+        ),
+        (lambda spec: head_container(spec).update(imagePullPolice="Always"), "RayService: .*imagePullPolice"),
+        (lambda spec: head_container(spec).update(restartPolicyRules=[]), "Pod for Kubernetes 1.27"),
         (lambda spec: head_container(spec).update(readinessProbe={"tcpSocket": {"port": 1}}), "KubeRay sets its own"),
         (lambda spec: head_container(spec).update(command=["sleep"]), "KubeRay sets the container's command"),
         (lambda spec: spec.update(serveConfigV2="applications: 3"), "serveConfigV2"),
@@ -450,6 +560,12 @@ def test_a_mistake_in_a_manifest_is_found(change: Callable[[dict[str, Any]], obj
 def test_a_manifest_without_a_ray_service_is_no_chart_of_ours() -> None:
     with pytest.raises(CheckError, match="one RayService"):
         check_manifests([])
+
+
+def test_the_table_has_many_kinds_of_wrong_values() -> None:
+    """Each is refused with its words by `test_the_whole_check_passes`."""
+    table = yaml.safe_load((ROOT / "helm" / "refused.yaml").read_text())
+    assert len({json.dumps(values) for _, values in table.values()}) == len(table) >= 60
 
 
 def test_values_that_should_be_refused_and_are_not() -> None:
