@@ -175,7 +175,7 @@ class _Router:
         for deployment, handle in zip(config.deployments, handles, strict=True):
             service = services[deployment.name] = _open(deployment, handle, metrics, config.drain_s)
             name = config.deployment_name(deployment)
-            listen(name, partial(_take, service))
+            listen(name, partial(_take, service, deployment.model))
             if not deployment.max_replicas:
                 sizes[name] = service.metrics.wanted.set
         self._models = open_models(config, services, metrics, keys)
@@ -201,9 +201,11 @@ def _open(config: DeploymentConfig, handle: DeploymentHandle, metrics: Metrics, 
     )
 
 
-def _take(service: Service, replicas: dict[str, dict[str, Any]]) -> None:
+def _take(service: Service, model: str, replicas: dict[str, dict[str, Any]]) -> None:
     """Takes over Serve's view of a model's running replicas: id to what each has published
-    (`Replica.record_replica_metadata`)."""
+    (`Replica.record_replica_metadata`). Those of another version that have another model are none: the streams of this
+    one cannot go on there."""
+    replicas = {name: replica for name, replica in replicas.items() if replica.get("model", model) == model}
     if replicas:
         service.context_length = min(replica["context_length"] for replica in replicas.values())
     attention = service.metrics.attention

@@ -34,7 +34,7 @@ from tests.deploy.hosts import Host, Network, missing, network
 from tests.deploy.streams import IMAGE, Clients, Stream
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 120.0
+WAIT_S = 240.0
 PROMPT = "streams that last"
 # Of a worker. Two replicas and two routers need both workers; one replica and three routers fit on one.
 CPUS = 3
@@ -164,17 +164,16 @@ class Rehearsal:
             "RAY_AUTH_MODE": cluster["authOptions"]["mode"],
             "RAY_AUTH_TOKEN": self.token,
             "RAY_ADDRESS": "127.0.0.1:6379" if host is head else f"{head.address}:6379",
-            "RAY_SERVE_KV_TIMEOUT_S": "5",
-            "RAY_gcs_server_request_timeout_seconds": "5",
             "RAY_timeout_ms_task_wait_for_death_info": "0",
-            # For machines that are busy with other tests, not KubeRay's.
+            # For machines that are busy with other tests, not KubeRay's, whose RAY_SERVE_KV_TIMEOUT_S and
+            # RAY_gcs_server_request_timeout_seconds of 5 s would be too short there.
             "RAY_worker_niceness": "0",
             "RAY_raylet_start_wait_time_s": "300",
         }
         arguments = " ".join(f"--{name}={value}" for name, value in params.items())
         start = f"ray start {'--head ' if host is head else ''}--block {arguments}"
         if host is not head:  # KubeRay's init container
-            start = f"until (: < /dev/tcp/{head.address}/6379) 2> /dev/null; do sleep 0.5; done; {start}"
+            start = f"until (: < /dev/tcp/{head.address}/52365) 2> /dev/null; do sleep 0.5; done; {start}"
         return Pod(host, template, environment, start)
 
     def start(self, host: Host, rendered: dict[str, Any]) -> None:
