@@ -34,7 +34,7 @@ from tests.deploy.hosts import Host, Network, missing, network
 from tests.deploy.streams import IMAGE, Clients, Stream
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 240.0
+WAIT_S = 600.0
 PROMPT = "streams that last"
 # Of a worker. Two replicas and two routers need both workers; one replica and three routers fit on one.
 CPUS = 3
