@@ -57,7 +57,7 @@ class Pod:
     @property
     def container(self) -> dict[str, Any]:
         (container,) = self.template["spec"]["containers"]
-        return container  # type: ignore[no-any-return]
+        return container
 
     def run(self) -> None:
         """The container's command. What fails is started again, as the kubelet does it; what SIGTERM ends is not."""
@@ -102,7 +102,7 @@ def render(values: dict[str, Any]) -> dict[str, Any]:
         command = [helm, "template", "try", "helm/shoal", "--values", file.name]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     (service,) = [made for made in yaml.safe_load_all(done.stdout) if made and made["kind"] == "RayService"]
-    return service  # type: ignore[no-any-return]
+    return service
 
 
 @dataclass
