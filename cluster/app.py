@@ -46,10 +46,6 @@ UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler d
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
 )
-# Of Serve's own proxies, which stand in where its HAProxies know of no router.
-IMPATIENT = RequestRouterConfig(
-    request_router_class="cluster.request_router:ImpatientRouter"  # type: ignore[arg-type]  # as above
-)
 # How long a control actor or a router may take to answer a health check; after three late answers it is replaced. Both
 # wait for other processes most of the time, so a starved machine is the most that could delay them. Serve's own 30 s
 # would leave what hangs in place for a minute and a half.
@@ -113,7 +109,6 @@ def routers(config: Config, replicas: Sequence[Application], node: str | None = 
         num_replicas=config.num_routers,
         ray_actor_options=actor,
         max_ongoing_requests=UNLIMITED,
-        request_router_config=IMPATIENT,
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=HEALTH_ANSWER_S,
         max_surge_percent=1,  # one at a time, before one of another version goes

@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -36,7 +35,6 @@ from router.replicas import Replicas
 # Thousands may wait, and every look costs.
 RETRY_S = 0.1
 MOST_RETRY_S = 2.0
-NO_ROUTER_S = 5.0  # how long a request waits for a router where there is none
 
 Listener = Callable[[dict[str, dict[str, Any]]], None]
 """Called with the metadata of all running replicas of a deployment, by replica id, whenever it may have changed."""
@@ -92,28 +90,6 @@ class PlacementRouter(RequestRouter):
         listener = request_router._listeners.get(self._deployment_id.name)
         if listener is not None:
             listener(published)
-
-
-class NoRouter(DeploymentUnavailableError):
-    """There is no router: 503 for clients of Serve's proxies."""
-
-    @property
-    def message(self) -> str:
-        return "No router of this server runs; try again in a few seconds."
-
-
-class ImpatientRouter(PowerOfTwoChoicesRequestRouter):
-    """Serve's request router for the routers, in Serve's own proxies. Serve's would wait for a router for ever."""
-
-    async def _choose_replica_for_request(
-        self, pending_request: PendingRequest, *, is_retry: bool = False
-    ) -> RunningReplica:
-        """Raises NoRouter."""
-        try:
-            async with asyncio.timeout(NO_ROUTER_S):
-                return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        except TimeoutError:
-            raise NoRouter(self._deployment_id) from None
 
 
 class ServePlacer:

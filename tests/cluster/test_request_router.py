@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
-from ray.serve._private.http_util import get_http_response_status
 from ray.serve.request_router import PendingRequest
 
 from cluster import request_router
-from cluster.request_router import Ask, ImpatientRouter, NoRouter, PlacementRouter, ServePlacer, listen
+from cluster.request_router import Ask, PlacementRouter, ServePlacer, listen
 from router.errors import NoReplica
 from router.fleet import Fleet
 
@@ -213,12 +212,3 @@ async def test_no_replica_in_time_is_an_error(replicas: list[FakeReplica], monke
     with pytest.raises(NoReplica):
         await placer.place("1", [1], frozenset("a"))
     assert booked_on(fleet, "1") is None
-
-
-async def test_without_a_router_a_request_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_router, "NO_ROUTER_S", 0.01)
-    impatient = ImpatientRouter(deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.PROXY)
-    metadata = RequestMetadata(request_id="r", internal_request_id="r")
-    with pytest.raises(NoRouter) as refused:
-        await impatient._choose_replica_for_request(PendingRequest(args=[], kwargs={}, metadata=metadata))
-    assert get_http_response_status(refused.value, None, "r").code == 503

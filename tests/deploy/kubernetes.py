@@ -236,9 +236,12 @@ class Rehearsal:
     def status(self, entry: Host, path: str) -> str:
         """The status of an answer to GET, or why there is none."""
         try:
-            return str(self.clients.call("GET", f"http://{entry.address}:8000{path}").status_code)
+            return str(self.clients.submit(lambda: self.get(entry, path)).result().status_code)
         except httpx.HTTPError as error:
             return repr(error)
+
+    def get(self, entry: Host, path: str) -> httpx.Response:
+        return httpx.get(f"http://{entry.address}:8000{path}", timeout=WAIT_S)
 
     def begin(self, entry: Host, tokens: int | None = None) -> Stream:
         """Starts a stream by this host's HAProxy, and finds out which router answers."""
