@@ -38,7 +38,7 @@ def targets() -> dict[str, int]:
 
 
 def details() -> dict[str, Any]:
-    """What Serve's REST API tells of the application. Raises KeyError if it is not there."""
+    """Returns all that Serve tells of the application. Raises KeyError if it is not there."""
     client = _get_global_client()
     assert client is not None, "Serve runs"
     found: dict[str, Any] = client.get_serve_details()["applications"][APP]

@@ -1,4 +1,4 @@
-"""What clients are told where Serve's HAProxies know of no router: 503, at once.
+"""The answer to clients where Serve's HAProxies know of no router: 503, at once.
 
 Such an HAProxy passes requests on to a proxy of Serve's own on the head, which would hold each of them until there is a
 router. Serve puts `middlewares` in front of it, because the chart names it in the head's environment.
