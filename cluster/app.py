@@ -27,7 +27,7 @@ from ray.serve.schema import LoggingConfig
 from cluster import log_lines
 from cluster.autoscaler import Autoscaler, Teller
 from cluster.config import Config, DeploymentConfig, load, upstream_keys
-from cluster.deployed import APP, STREAMS_S, watch
+from cluster.deployed import APP, ROUTER, STREAMS_S, watch
 from cluster.followed_config import unscaled, unscaled_deployment
 from cluster.hang import end_if_stuck
 from cluster.models import resolve
@@ -41,7 +41,6 @@ from router.metrics import Metrics
 from router.service import Service
 from worker.folders import cache_folder
 
-ROUTER = "Router"  # the name of the routers' deployment
 UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong

@@ -15,6 +15,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 APP = "shoal"  # the application's name in Serve
+ROUTER = "Router"  # the name of the routers' deployment
 # Between two looks of `watch`. Serve's controller takes some milliseconds to answer, and each router asks.
 WATCH_S = 5.0
 # How long Serve lets a router that a change takes away go on with its streams. Serve wants a number: this is longer
