@@ -405,7 +405,8 @@ def rehearse(r: Rehearsal) -> Figures:
     for host in r.net.hosts:
         files, ports = before[host.name]
         left = [*host.processes().values(), *map(str, host.ports() - ports), *(host.files() - files)]
-        figures.left += [f"{host.name}: {each}" for each in left if not each.startswith("cache/")]
+        # The volume stays, and a container's home folder goes with the container.
+        figures.left += [f"{host.name}: {each}" for each in left if not each.startswith(("cache/", "home/shoal/"))]
     figures.seconds = time.monotonic() - r.began
     r.say("nothing runs any more")
     return figures
