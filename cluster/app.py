@@ -27,7 +27,7 @@ from ray.serve.schema import LoggingConfig
 from cluster import log_lines
 from cluster.autoscaler import Autoscaler, Teller
 from cluster.config import Config, DeploymentConfig, load, upstream_keys
-from cluster.deployed import APP, STREAMS_S, watch
+from cluster.deployed import APP, ROUTER, STREAMS_S, watch
 from cluster.followed_config import unscaled, unscaled_deployment
 from cluster.hang import end_if_stuck
 from cluster.joined import NODE_SHARE
@@ -42,7 +42,6 @@ from router.metrics import Metrics
 from router.service import Service
 from worker.folders import cache_folder
 
-ROUTER = "Router"  # the name of the routers' deployment
 UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
@@ -139,7 +138,6 @@ def _routers(
         num_replicas=config.num_routers,
         ray_actor_options=actor,
         max_ongoing_requests=UNLIMITED,
-        max_queued_requests=1,  # while there is no router, Serve's own proxy refuses others: 503
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=HEALTH_ANSWER_S,
         max_surge_percent=1,  # one at a time, before one of another version goes
@@ -211,7 +209,7 @@ class _Router:
         for deployment, handle in zip(config.deployments, handles, strict=True):
             service = services[deployment.name] = _open(deployment, handle, metrics, config.drain_s)
             name = config.deployment_name(deployment)
-            listen(name, partial(_take, service))
+            listen(name, partial(_take, service, deployment.model))
             if not deployment.max_replicas:
                 sizes[name] = service.metrics.wanted.set
         self._models = open_models(config, services, metrics, keys)
@@ -237,9 +235,11 @@ def _open(config: DeploymentConfig, handle: DeploymentHandle, metrics: Metrics, 
     )
 
 
-def _take(service: Service, replicas: dict[str, dict[str, Any]]) -> None:
+def _take(service: Service, model: str, replicas: dict[str, dict[str, Any]]) -> None:
     """Takes over Serve's view of a model's running replicas: id to what each has published
-    (`Replica.record_replica_metadata`)."""
+    (`Replica.record_replica_metadata`). Those of another version that have another model are none: the streams of this
+    one cannot go on there."""
+    replicas = {name: replica for name, replica in replicas.items() if replica.get("model", model) == model}
     if replicas:
         service.context_length = min(replica["context_length"] for replica in replicas.values())
     attention = service.metrics.attention

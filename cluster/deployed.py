@@ -15,6 +15,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 APP = "shoal"  # the application's name in Serve
+ROUTER = "Router"  # the name of the routers' deployment
 # Between two looks of `watch`. Serve's controller takes some milliseconds to answer, and each router asks.
 WATCH_S = 5.0
 # How long Serve lets a router that a change takes away go on with its streams. Serve wants a number: this is longer
@@ -38,7 +39,7 @@ def targets() -> dict[str, int]:
 
 
 def details() -> dict[str, Any]:
-    """The application as Serve's REST API tells it. Raises KeyError if it is not there."""
+    """Returns all that Serve tells of the application. Raises KeyError if it is not there."""
     client = _get_global_client()
     assert client is not None, "Serve runs"
     found: dict[str, Any] = client.get_serve_details()["applications"][APP]

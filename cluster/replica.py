@@ -92,7 +92,7 @@ class Replica:
         leading, within_s = config.leading_rank, config.start_timeout_s
         meeting = (await _gather({leading: self._ranks[leading].open.remote(config)}, within_s))[leading]
         loads = {index: rank.load.remote(config, index, meeting) for index, rank in enumerate(self._ranks)}
-        self._published: dict[str, Any] = (await _gather(loads, within_s))[leading]
+        self._published: dict[str, Any] = {"model": config.model} | (await _gather(loads, within_s))[leading]
         self._runs: list[ObjectRef] = [rank.run.remote() for rank in self._ranks]
         self._watcher = asyncio.create_task(self._watch())
 

@@ -226,6 +226,17 @@ def test_a_router_hears_of_each_models_replicas(tiny_model: Path, monkeypatch: p
     assert two.metrics.attention == {"r": ("torch", "")} and not one.metrics.attention
 
 
+def test_a_router_uses_no_replica_of_another_version_with_another_model(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    heard: dict[str, Any] = {}
+    (service,) = services(monkeypatch, heard.__setitem__, model=str(tiny_model))
+    (take,) = heard.values()
+    published = {"address": "tcp://127.0.0.1:1", "context_length": 64, "attention": ("torch", "")}
+    take({"old": published, "same": published | {"model": str(tiny_model)}, "other": published | {"model": "org/name"}})
+    assert service.replicas.known == {"old", "same"} == service.metrics.attention.keys()
+
+
 def services(
     monkeypatch: pytest.MonkeyPatch, listen: Callable[..., None] = lambda *its: None, **settings: object
 ) -> list[Service]:

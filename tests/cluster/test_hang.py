@@ -1,5 +1,8 @@
 """When work counts as stalled, and which ranks are to blame."""
 
+import subprocess
+import sys
+
 import pytest
 
 from cluster.hang import Stalled, suspects
@@ -56,3 +59,25 @@ def test_the_rank_that_the_others_wait_for(
     steps: list[NewestSteps | None], tp: int, leading: int, late: list[int]
 ) -> None:
     assert suspects(steps, tp, leading) == late
+
+
+STUCK = """
+import asyncio
+from cluster import hang
+hang.STUCK_S = 3.0
+
+async def run():
+    watching = hang.end_if_stuck()
+    await asyncio.sleep(4)
+    print("lives", flush=True)
+    while True:
+        pass  # and never gives way
+
+asyncio.run(run())
+"""
+
+
+def test_a_process_whose_loop_stands_still_ends_and_says_where() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "lives\n")
+    assert "in run" in done.stderr

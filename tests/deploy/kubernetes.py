@@ -34,7 +34,7 @@ from tests.deploy.hosts import Host, Network, missing, network
 from tests.deploy.streams import IMAGE, Clients, Stream
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 120.0
+WAIT_S = 600.0
 PROMPT = "streams that last"
 # Of a worker. Two replicas and two routers need both workers; one replica and three routers fit on one. There is room
 # for four replicas and two routers in whatever order they come: the chart would refuse less.
@@ -58,7 +58,7 @@ class Pod:
     @property
     def container(self) -> dict[str, Any]:
         (container,) = self.template["spec"]["containers"]
-        return container  # type: ignore[no-any-return]
+        return container
 
     def run(self) -> None:
         """The container's command. What fails is started again, as the kubelet does it; what SIGTERM ends is not."""
@@ -103,7 +103,7 @@ def render(values: dict[str, Any]) -> dict[str, Any]:
         command = [helm, "template", "try", "helm/shoal", "--values", file.name]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     (service,) = [made for made in yaml.safe_load_all(done.stdout) if made and made["kind"] == "RayService"]
-    return service  # type: ignore[no-any-return]
+    return service
 
 
 @dataclass
@@ -166,17 +166,16 @@ class Rehearsal:
             "RAY_AUTH_MODE": cluster["authOptions"]["mode"],
             "RAY_AUTH_TOKEN": self.token,
             "RAY_ADDRESS": "127.0.0.1:6379" if host is head else f"{head.address}:6379",
-            "RAY_SERVE_KV_TIMEOUT_S": "5",
-            "RAY_gcs_server_request_timeout_seconds": "5",
             "RAY_timeout_ms_task_wait_for_death_info": "0",
-            # For machines that are busy with other tests, not KubeRay's.
+            # For machines that are busy with other tests, not KubeRay's, whose RAY_SERVE_KV_TIMEOUT_S and
+            # RAY_gcs_server_request_timeout_seconds of 5 s would be too short there.
             "RAY_worker_niceness": "0",
             "RAY_raylet_start_wait_time_s": "300",
         }
         arguments = " ".join(f"--{name}={value}" for name, value in params.items())
         start = f"ray start {'--head ' if host is head else ''}--block {arguments}"
         if host is not head:  # KubeRay's init container
-            start = f"until (: < /dev/tcp/{head.address}/6379) 2> /dev/null; do sleep 0.5; done; {start}"
+            start = f"until (: < /dev/tcp/{head.address}/52365) 2> /dev/null; do sleep 0.5; done; {start}"
         return Pod(host, template, environment, start)
 
     def start(self, host: Host, rendered: dict[str, Any]) -> None:
@@ -239,9 +238,12 @@ class Rehearsal:
     def status(self, entry: Host, path: str) -> str:
         """The status of an answer to GET, or why there is none."""
         try:
-            return str(self.clients.call("GET", f"http://{entry.address}:8000{path}").status_code)
+            return str(self.clients.submit(lambda: self.get(entry, path)).result().status_code)
         except httpx.HTTPError as error:
             return repr(error)
+
+    def get(self, entry: Host, path: str) -> httpx.Response:
+        return httpx.get(f"http://{entry.address}:8000{path}", timeout=WAIT_S)
 
     def begin(self, entry: Host, tokens: int | None = None) -> Stream:
         """Starts a stream by this host's HAProxy, and finds out which router answers."""
@@ -405,7 +407,8 @@ def rehearse(r: Rehearsal) -> Figures:
     for host in r.net.hosts:
         files, ports = before[host.name]
         left = [*host.processes().values(), *map(str, host.ports() - ports), *(host.files() - files)]
-        figures.left += [f"{host.name}: {each}" for each in left if not each.startswith("cache/")]
+        # The volume stays, and a container's home folder goes with the container.
+        figures.left += [f"{host.name}: {each}" for each in left if not each.startswith(("cache/", "home/shoal/"))]
     figures.seconds = time.monotonic() - r.began
     r.say("nothing runs any more")
     return figures

@@ -672,3 +672,12 @@ def test_autoscaled_replicas_have_room_and_serve_lets_their_numbers_change() -> 
     assert workers(values)["replicas"] == 3
     with pytest.raises(CheckError, match="replicas is 4, more than max_replicas 3"):
         render(values | {"replicas": 4}, "try")
+
+
+def test_without_a_router_the_heads_proxy_answers() -> None:
+    """On workers the same variable would put the answer in front of every router."""
+    named = [
+        [variable["value"] for variable in container(group)["env"] if "CALLBACK" in variable["name"]]
+        for group in (cluster({})["headGroupSpec"], workers({}))
+    ]
+    assert named == [["cluster.no_router:middlewares"], []]

@@ -172,6 +172,11 @@ spec:
         # After each change of routers new HAProxies take over. Those of before end with their last stream: 0 is never.
         - name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
           value: "0"
+        {{- if eq .container "ray-head" }}
+        # Where there is no router, requests come to Serve's own proxy on the head: it answers 503.
+        - name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
+          value: cluster.no_router:middlewares
+        {{- end }}
         {{- if $values.hubToken.existingSecret }}
         - name: HF_TOKEN
           valueFrom:
