@@ -54,8 +54,8 @@ class NoRoom(RuntimeError):
 
 
 class Deployed(msgspec.Struct):
-    """A server as it was deployed. `build`: a digest of the code. `settings`: a digest of each setting but the numbers, by name.
-    `devices`: cpu or cuda, by the model's name. `has_serve`: whether Ray Serve was started for it."""
+    """A server as it was deployed. `build`: a digest of the code. `settings`: a digest of each setting but the numbers,
+    by name. `devices`: cpu or cuda, by the model's name. `has_serve`: whether Ray Serve was started for it."""
 
     build: str
     settings: dict[str, str]

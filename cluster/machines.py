@@ -68,8 +68,8 @@ class OwnMachines(LocalNodeProvider):
         self.terminate_nodes([node_id])
 
     def terminate_nodes(self, node_ids: Iterable[str]) -> None:
-        """Ends everything on machines, all at once. Raises MachinesNotStopped with the names of those that did not answer; on
-        the head, where Ray gives up a machine that is gone and tries it again later, only prints it."""
+        """Ends everything on machines, all at once. Raises MachinesNotStopped with the names of those that did not
+        answer; on the head, where Ray gives up a machine that is gone and tries it again later, only prints it."""
         node_ids = list(node_ids)
         if not self.provider_config.get(ON_HEAD) and self.provider_config["head_ip"] in node_ids:
             node_ids += [name for name in self.provider_config["worker_ips"] if name not in node_ids]  # the head's
