@@ -218,10 +218,11 @@ def end() -> None:
     found = deployed()
     with contextlib.suppress(RayServeException, RayError, TimeoutError):  # Serve is gone
         end_application(found.drain_s if found else 0.0)
-        if found is not None and found.has_serve:
-            serve.shutdown()
+    _internal_kv_del(KEEPER, namespace=NAMESPACE.encode())  # a `shoal serve` that finds no Serve looks for this
     release()
-    _internal_kv_del(KEEPER, namespace=NAMESPACE.encode())
+    if found is not None and found.has_serve:
+        with contextlib.suppress(RayServeException, RayError, TimeoutError):
+            serve.shutdown()
 
 
 def end_application(drain_s: float) -> None:

@@ -138,6 +138,8 @@ class _Launch:
                 self._follow()
                 overview = _overview()
             except Exception as error:
+                if self._config.address is not None and _is_stopped():
+                    raise _Stopped from None
                 raise LaunchError(f"Ray is gone: {error}") from error
             if overview is None:
                 raise _Stopped
@@ -421,6 +423,13 @@ def _check_draft(folder: Path, config: DeploymentConfig) -> None:
         check_draft_model(Path(str(config.draft_model)), folder)
     except ValueError as error:
         raise LaunchError(str(error)) from None
+
+
+def _is_stopped() -> bool:
+    """Whether Ray is there, and nothing of Shoal is deployed on it."""
+    with contextlib.suppress(Exception):  # of many kinds
+        return joined.deployed() is None
+    return False
 
 
 def _as_before(config: Config, devices: Mapping[str, str]) -> Config:

@@ -109,10 +109,9 @@ class Rehearsal:
         answer = self.clients.call("GET", f"http://{host.address}:8000/ready")
         return sum(answer.json()["models"].values()) if answer.status_code == 200 else 0
 
-    def begin(self, *hosts: Host) -> list[Stream]:
-        begun = [self.clients.begin(host.address, self.tokens) for host in hosts]
-        self._all += begun
-        return begun
+    def begin(self, *hosts: Host, tokens: int | None = None) -> None:
+        """Starts a stream by the router of each of these hosts."""
+        self._all += [self.clients.begin(host.address, tokens or self.tokens) for host in hosts]
 
     def end(self, lost: Host | None = None) -> None:
         """Waits for all streams, and counts those that did not come in by the lost host."""
@@ -182,7 +181,7 @@ def rehearse(r: Rehearsal) -> Figures:
     r.up()
     r.until_there_are(2, 2)
     r.say("the head was restarted: ray up")
-    r.begin(head, worker)
+    r.begin(head, worker, tokens=40)
     r.end()
 
     r.shoal("stop")
