@@ -77,7 +77,7 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
             return _json(response)
         if body.stream:
             return EventStream(lambda emit: _stream(generation, form, kept, tenant, stored, emit))
-        answer = await unless_gone(request.receive, generation.whole())
+        answer = await unless_gone(request.scope, request.receive, generation.whole())
         if keeps:
             await kept.keep(tenant, stored)
         return Response(answer, media_type="application/json")
