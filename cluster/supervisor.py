@@ -56,6 +56,9 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_enable_autoscaler_v2": "0",
     "RAY_raylet_start_wait_time_s": "300",
+    # `ray down` removes the folder of Ray, and with it what killed processes leave in theirs.
+    "RAY_TMPDIR": "/tmp",
+    "TMPDIR": "/tmp/ray/tmp",
 }
 OF_A_LOGIN = re.compile("SSH_.*|XDG_SESSION.*|_|PWD|OLDPWD|SHLVL|TERM")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -171,6 +174,7 @@ class Supervisor:
         self.end_server()
         self.stop_ray()
         say("starting Ray")
+        Path(ENVIRONMENT["TMPDIR"]).mkdir(parents=True, exist_ok=True)
         (folder() / "ray").write_text(version("ray"))
         done = subprocess.run(self._machine.ray, env=self._environment, capture_output=True, text=True, check=False)
         if done.returncode:

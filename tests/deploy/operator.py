@@ -23,6 +23,8 @@ VENV = Path(sys.prefix)
 SITE = Path(next(path for path in sys.path if path.endswith("site-packages")))
 LEFT_OUT = ("bench/results", "tests", "docs")  # of the checkout: nothing of them is installed
 FILE = "cluster/ray/machines.yaml"
+# Two replicas and two routers fit on a machine of two CPUs, three replicas do not.
+RANK_CPUS, ROUTER_CPUS = 0.6, 0.25
 # The environment here in place of one that pip fills; a device on which a token takes a while.
 INSTALL = f"""\
 test -x ~/shoal-env/bin/python || {{ {VENV}/bin/python -m venv --without-pip ~/shoal-env &&
@@ -62,7 +64,7 @@ class Operator:
         config["setup_commands"] = [INSTALL.replace("SECONDS", f"{step_s:g}")]
         file.write_text(yaml.safe_dump(config, sort_keys=False, width=10000))
         small = {"model": str(model), "served_model_name": "tiny", "kv_tokens": 32768, "cpu_threads": 1}
-        self.configure(**small, cpus_per_rank=0.4, cpus_per_router=0.3, **settings)
+        self.configure(**small, cpus_per_rank=RANK_CPUS, cpus_per_router=ROUTER_CPUS, **settings)
         made = self.run("ray", "get-auth-token", "--generate")
         assert made.code == 0, made.output
 

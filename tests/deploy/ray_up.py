@@ -150,10 +150,10 @@ def rehearse(r: Rehearsal) -> Figures:
     r.say("replicas 2 to 4, routers 1 to 2")
     r.begin(head, head, worker)
     kept = {*r.actors()}
-    r.change(replicas=2, routers=1)
-    r.until_there_are(2, 2)
+    r.change(replicas=1, routers=1)
+    r.until_there_are(1, 2)
     r.figures.reloaded_replicas += len({*r.actors()} - kept)
-    r.say("replicas 4 to 2, routers 2 to 1")
+    r.say("replicas 4 to 1, routers 2 to 1")
 
     serve = next(process for process, line in head.processes().items() if "shoal serve --address" in line)
     r.net.ssh(head, "pkill -KILL -f 'shoal serve --address'")
@@ -163,20 +163,20 @@ def rehearse(r: Rehearsal) -> Figures:
 
     r.begin(head, head)
     kept = {*r.actors(), *r.actors("Router")}
-    r.operator.configure(max_prompts=255)
+    r.operator.configure(replicas=3, max_prompts=255)
     (r.operator.checkout / "worker/_version_two.py").write_text("# another version\n")
     r.up()
-    r.until_there_are(2, 2, but=kept)
+    r.until_there_are(3, 2, but=kept)
     r.say("ray up: another configuration, another version")
 
     r.begin(head, head, worker)
     gone = {each for each, address in r.actors().items() if address == worker.address}
-    assert gone, "each machine has a replica"
+    assert 0 < len(gone) < 3, "each machine has a replica"
     r.lose(worker)
     r.until_there_are(2, 1, but=gone)
-    r.say("a worker's host is lost, and its replicas are replaced")
+    r.say("a worker's host is lost, and its replicas are replaced as far as there is room")
     worker.start()
-    r.until_there_are(2, 2)
+    r.until_there_are(3, 2)
     r.say("the host is back")
     r.end()
     r.say("the streams have ended")
@@ -184,7 +184,7 @@ def rehearse(r: Rehearsal) -> Figures:
     head.vanish()
     head.start()
     r.up()
-    r.until_there_are(2, 2)
+    r.until_there_are(3, 2)
     r.say("the head was restarted: ray up")
     r.begin(head, worker, tokens=40)
     told = r.on_head("ray status && shoal status && shoal logs prompt_tokens=")
