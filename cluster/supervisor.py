@@ -320,6 +320,7 @@ Description=Shoal: Ray and, on the head, the server
 ExecStart={sys.executable} -m cluster.supervisor run
 ExecReload=/bin/kill -HUP $MAINPID
 WorkingDirectory=%h
+KillMode=mixed
 Restart=always
 RestartSec=1
 TimeoutStopSec=10min
