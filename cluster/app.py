@@ -129,10 +129,11 @@ def _routers(
 ) -> Application:
     """The deployment of the routers of one machine, or of those behind Serve's proxies. `others`: of other machines;
     an application of Serve is one deployment with all that it is given."""
-    if node is None:
-        actor: dict[str, Any] = {"num_cpus": config.cpus_per_router}
-    else:
-        actor = {"num_cpus": 0, "resources": {f"node:{node}": NODE_SHARE}}
+    # They ask Ray for no CPUs: one that ends with its last stream would keep them, and its successor would wait. Room
+    # for them is reserved (`cluster.joined`), or in the pods (helm/shoal).
+    actor: dict[str, Any] = {"num_cpus": 0}
+    if node is not None:
+        actor["resources"] = {f"node:{node}": NODE_SHARE}
     return serve.deployment(
         name=router_deployment(config, node),
         num_replicas=config.num_routers,

@@ -203,7 +203,7 @@ class Config(ReplicaConfig, RouterConfig):
         None,
         description="the Ray cluster to join: host:port, or auto; by default Ray is started on this machine",
     )
-    cpus_per_router: float = Field(1.0, gt=0, description="Ray CPUs that one router reserves")
+    cpus_per_router: float = Field(1.0, gt=0, description="CPUs for which one router needs room, next to those of replicas")
     health_check_period_s: float = Field(
         0.5,
         ge=0.1,

@@ -137,8 +137,8 @@ def test_routers_listen_themselves_on_the_machine_that_is_named_and_else_nowhere
     here, anywhere = (application(config, nodes)._bound_deployment for nodes in (["10.0.0.7"], []))
     assert (here.func_or_class, anywhere.func_or_class) == (ListeningRouter, Router)
     assert here.name == anywhere.name == "Router"
-    assert here.ray_actor_options == {"num_cpus": 0.0, "resources": {"node:10.0.0.7": 0.001}}  # theirs are reserved
-    assert anywhere.ray_actor_options == {"num_cpus": 2.0}
+    assert here.ray_actor_options == {"num_cpus": 0.0, "resources": {"node:10.0.0.7": 0.001}}
+    assert anywhere.ray_actor_options == {"num_cpus": 0.0}
 
 
 def test_each_machine_has_routers_of_its_own_in_front_of_the_same_replicas() -> None:

@@ -35,7 +35,6 @@ class Node:
 
     cpus: int
     gpus: list[int]
-    routers: int = 0
 
     def has(self, cpus: int, gpus: int) -> bool:
         return self.cpus >= cpus and bool(gpus == 0 or self._taken(gpus))
@@ -63,7 +62,6 @@ class Server:
 
     config: Config
     routers: int
-    routers_per_node: int | None
     nodes: int
     cpus: int
     gpus: int
@@ -80,9 +78,10 @@ class Server:
         return sum(deployment.num_ranks * deployment.most_replicas for deployment in self.config.deployments)
 
     def unplaced(self, seed: int) -> str | None:
-        """What finds no room, if replicas, routers and workers come in an order of this seed; None if all do."""
+        """What finds no room, if replicas and workers come in an order of this seed; None if all do. Routers ask Ray
+        for nothing: their CPUs must be left over."""
         rng = random.Random(seed)
-        waiting: list[list[tuple[int, int]] | None] = [*self._groups, *[None] * self.routers]
+        waiting = list(self._groups)
         if seed == 1:
             waiting.reverse()
         elif seed:
@@ -92,19 +91,14 @@ class Server:
             nodes.append(Node(self.cpus * UNIT, [UNIT] * self.gpus))
             if seed % 2 == 0 and len(nodes) < self.nodes:
                 continue  # all come at once
-            waiting = [each for each in waiting if not self._place(each, nodes, rng)]
-        return None if not waiting else f"{len(waiting)} are left, as {waiting[0] or 'a router'}"
+            waiting = [each for each in waiting if not self._place(each, nodes)]
+        if waiting:
+            return f"{len(waiting)} are left, as {waiting[0]}"
+        cpus = sum(node.cpus for node in nodes) / UNIT
+        needed = self.routers * self.config.cpus_per_router
+        return None if cpus + 1e-3 >= needed else f"{needed} CPUs for routers: {cpus} are left"
 
-    def _place(self, group: list[tuple[int, int]] | None, nodes: list[Node], rng: random.Random) -> bool:
-        if group is None:
-            cpus = round(self.config.cpus_per_router * UNIT)
-            most = self.routers_per_node or self.routers
-            room = [node for node in nodes if node.has(cpus, 0) and node.routers < most]
-            if room:
-                node = rng.choice(room)
-                node.take(cpus, 0)
-                node.routers += 1
-            return bool(room)
+    def _place(self, group: list[tuple[int, int]], nodes: list[Node]) -> bool:
         before = [(node.cpus, list(node.gpus)) for node in nodes]
         for cpus, gpus in group:
             room = [node for node in nodes if node.has(cpus, gpus)]
@@ -137,8 +131,7 @@ def server(manifest: dict[str, Any]) -> Server:
     given = [int(amount) for name, amount in resources["limits"].items() if name.startswith("nvidia.com/")]
     gpus = int(group["rayStartParams"]["num-gpus"])
     assert given == ([gpus] if gpus else [])
-    most = router.get("max_replicas_per_node")
-    return Server(config, router["num_replicas"], most, group["maxReplicas"], ceil(quantity(cpus)), gpus)
+    return Server(config, router["num_replicas"], group["maxReplicas"], ceil(quantity(cpus)), gpus)
 
 
 def faults(manifest: dict[str, Any], orders: int = 6) -> Iterator[str]:

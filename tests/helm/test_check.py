@@ -304,19 +304,12 @@ def test_what_the_paper_must_find() -> None:
     assert not changed(gpus, lambda group: group.update(maxReplicas=4))
 
 
-def test_no_change_of_numbers_changes_how_many_routers_a_worker_takes() -> None:
-    """It would restart routers."""
+def test_no_change_of_numbers_changes_pods() -> None:
+    """They would all be made again."""
     gpus = [{"tp": 8}, {"workers": {"gpusPerWorker": 8}}, {"config": {"gpus_per_rank": 0.5}}]
     for sizes in (*gpus, {"device": "cpu", "tp": 2, "workers": {"resources": {"requests": {"cpu": 4}}}}):
         found = {
-            json.dumps(
-                [
-                    served({"device": "cuda", "replicas": replicas, **sizes})["applications"][0]["deployments"][1].get(
-                        "max_replicas_per_node"
-                    ),
-                    container(workers({"device": "cuda", "replicas": replicas, **sizes}))["resources"],
-                ]
-            )
+            json.dumps(container(workers({"device": "cuda", "replicas": replicas, **sizes}))["resources"])
             for replicas in (1, 2, 5, 9, 32)
         }
         assert len(found) == 1 and "null" not in found.pop()

@@ -8,13 +8,11 @@
 
 {{/*
 Which workers there are, as JSON: workers (at most), least, gpus of each, cpus and memory (what a worker asks for by
-default), ranks (on a worker), routers, and perWorker (most routers of a worker, 0 for any). Refuses what Ray could never
-place: it would wait without a message.
+default), ranks (on a worker), and routers. Refuses what Ray could never place: it would wait without a message.
 
-Ray places what it can as soon as there is room, in any order: routers on the first worker that comes, for one. So there
-must be room in every order. A worker has room for perWorker routers and all stages that it can hold: a number that
-follows from its size alone, for a change of it restarts routers. Where it has not, each worker has room for everything,
-or, on CPUs, so much is free that some worker always has room.
+Ray places what it can as soon as there is room, in any order, so there must be room in every order. Routers ask Ray for
+no CPUs, but need them. A worker has room for $per routers and all stages that it can hold. Where it has not, each
+worker has room for everything, or, on CPUs, so much is free that some worker always has room.
 */}}
 {{- define "shoal.fit" -}}
 {{- $values := .Values -}}
@@ -148,7 +146,7 @@ or, on CPUs, so much is free that some worker always has room.
 {{- $memory = max (mul 12 $gpus) (add 2 (mul 4 $gpus $together)) -}}
 {{- $here = min $ranks (mul $gpus $together) -}}
 {{- end -}}
-{{ dict "workers" $workers "least" $first "gpus" $gpus "cpus" $default "memory" (printf "%dGi" $memory) "ranks" $here "routers" $routers "perWorker" $per | toJson }}
+{{ dict "workers" $workers "least" $first "gpus" $gpus "cpus" $default "memory" (printf "%dGi" $memory) "ranks" $here "routers" $routers | toJson }}
 {{- end }}
 
 {{/*

@@ -96,10 +96,6 @@ applications:
       {{- end }}
       - name: Router
         num_replicas: {{ int $fit.routers }}
-        {{- with int $fit.perWorker }}
-        # By the size of a worker alone, so that no change of numbers changes it. Routers must leave room for replicas.
-        max_replicas_per_node: {{ . }}
-        {{- end }}
 {{- end }}
 
 {{/* How long streams of what is taken away may go on, in whole seconds. */}}
