@@ -28,10 +28,9 @@ from cluster.config import Config, ConfigError, DeploymentConfig, upstream_keys
 from cluster.conversion import ModelError
 from cluster.deployed import APP, scale
 from cluster.followed_config import FollowedConfig, rescaled
-from cluster.models import resolve, with_draft_folder
+from cluster.models import resolve, sampling_defaults, with_draft_folder
 from cluster.replica import STOP_S
 from router.auth import Keys
-from router.defaults import FILE, SamplingDefaults
 
 POLL_S = 0.2
 START_S = 600.0  # that a server without replicas may take
@@ -220,14 +219,14 @@ class _Launch:
         """Prints a model's sampling defaults. Raises LaunchError for a broken file: the replicas would fail on it
         too, but later."""
         try:
-            defaults = SamplingDefaults.read(folder, deployment.sampling_defaults)
+            defaults = sampling_defaults(deployment.model, folder, deployment.sampling_defaults)
         except ValueError as error:
             raise LaunchError(str(error)) from None
         for problem in defaults.problems:
             self._print(problem)
         if defaults.values:
             which = "the model" if len(self._config.deployments) == 1 else deployment.name
-            self._print(f"where a request does not say how to sample, {which} does ({FILE}): {defaults}")
+            self._print(f"where a request does not say how to sample, {which} does ({defaults.source}): {defaults}")
 
     def _join_ray(self, address: str) -> None:
         self._say(f"joining the Ray cluster at {address}")
