@@ -298,8 +298,9 @@ class Config(ReplicaConfig, RouterConfig):
         return self.routers or max(1, -(-replicas // (2 * max(1, len(self.router_hosts)))))
 
     def to_yaml(self) -> str:
-        """The effective configuration as YAML, one key per line: settings of the model and of the server first, secrets
-        as asterisks. Of an entry of `models`, only what differs from the settings next to `models`."""
+        """The configuration as YAML, one key per line: the model, and the settings that are not the defaults, those of
+        the model and of the server first, secrets as asterisks. Of an entry of `models`, only what differs from the
+        settings next to `models`."""
         values = self.model_dump(mode="json", exclude={"models"})
         first = (*ReplicaConfig.__annotations__, *Config.__annotations__)
         own = {key: values.pop(key) for key in first if key in values}
@@ -307,6 +308,8 @@ class Config(ReplicaConfig, RouterConfig):
         if self.models:
             values = {key: value for key, value in values.items() if key not in OF_ONE_MODEL}
             values["models"] = [_written(entry, values) for entry in self.models]
+        default = Config().model_dump(mode="json")
+        values = {key: value for key, value in values.items() if key == "model" or value != default[key]}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 

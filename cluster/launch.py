@@ -32,9 +32,8 @@ from cluster.conversion import ModelError
 from cluster.deployed import APP, scale, targets
 from cluster.followed_config import FollowedConfig, rescaled
 from cluster.joined import Deployed
-from cluster.models import resolve, with_draft_folder
+from cluster.models import resolve, sampling_defaults, with_draft_folder
 from router.auth import Keys
-from router.defaults import FILE, SamplingDefaults
 
 POLL_S = 0.2
 START_S = 600.0  # that a server without replicas may take
@@ -241,14 +240,14 @@ class _Launch:
         """Prints a model's sampling defaults. Raises LaunchError for a broken file: the replicas would fail on it
         too, but later."""
         try:
-            defaults = SamplingDefaults.read(folder, deployment.sampling_defaults)
+            defaults = sampling_defaults(deployment.model, folder, deployment.sampling_defaults)
         except ValueError as error:
             raise LaunchError(str(error)) from None
         for problem in defaults.problems:
             self._print(problem)
         if defaults.values:
             which = "the model" if len(self._config.deployments) == 1 else deployment.name
-            self._print(f"where a request does not say how to sample, {which} does ({FILE}): {defaults}")
+            self._print(f"where a request does not say how to sample, {which} does ({defaults.source}): {defaults}")
 
     def _join_ray(self, address: str) -> None:
         self._say(f"joining the Ray cluster at {address}")
@@ -476,7 +475,8 @@ def _short(overview: ApplicationStatusOverview | None) -> str:
         parts.append(f"{name}: {', '.join(counts) or 'none'}")
     # Serve's words for replicas that no node has room for.
     pending = [d.message.splitlines()[0] for d in overview.deployments.values() if "to be scheduled" in d.message]
-    return "; ".join(parts + pending)
+    # Ray writes resources in the order of a table, which changes.
+    return "; ".join(parts + sorted(pending))
 
 
 def _failure(overview: ApplicationStatusOverview | None) -> str | None:

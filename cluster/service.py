@@ -7,8 +7,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from cluster.config import Config, DeploymentConfig
-from cluster.models import context_length, model_config
-from router.defaults import SamplingDefaults
+from cluster.models import context_length, model_config, sampling_defaults
 from router.demand import Sleep
 from router.fleet import Fleet
 from router.metrics import Metrics
@@ -38,7 +37,7 @@ def open_service(
     fleet = Fleet(config.placement)
     model_metrics = metrics.model(config.name)
     replicas = Replicas(fleet, model_metrics, peer_host, drain_s)
-    defaults = SamplingDefaults.read(folder, config.sampling_defaults)
+    defaults = sampling_defaults(config.model, folder, config.sampling_defaults)
     for problem in defaults.problems:
         log.warning("%s", problem)
     tokenizer = Tokenizer.from_folder(folder)

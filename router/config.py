@@ -81,7 +81,8 @@ class ModelConfig(BaseModel):
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
         description="source of the sampling parameters that a request leaves out: model takes temperature, top_p, "
-        "top_k, min_p and repetition_penalty from generation_config.json; openai is temperature 1 without filters",
+        "top_k, min_p and repetition_penalty from generation_config.json, or from the card of a known name; openai is "
+        "temperature 1 without filters",
     )
 
     @field_validator("tool_call_parser", "reasoning_parser")

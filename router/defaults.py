@@ -22,19 +22,28 @@ _TYPES = get_type_hints(GenerationRequest, include_extras=True)
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Sampling defaults of one model. `values`: those of FIELDS that its file sets. `problems`: one line for each value
-    that is invalid and was left out."""
+    """Sampling defaults of one model. `values`: those of FIELDS that are set. `problems`: one line for each value of
+    its file that is invalid and was left out. `source`: what says so, for the user."""
 
     values: Mapping[str, float] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    source: str = FILE
 
     @classmethod
-    def read(cls, folder: Path, sampling_defaults: Literal["model", "openai"]) -> "SamplingDefaults":
-        """Reads the defaults from a Hugging Face folder; empty for `openai`, or without the file. A value that a
-        request could not have either is a problem. Raises ValueError for a file that is no JSON object."""
-        path = folder / FILE
-        if sampling_defaults == "openai" or not path.exists():
+    def read(
+        cls, folder: Path, sampling_defaults: Literal["model", "openai"], card: Mapping[str, float] | None = None
+    ) -> "SamplingDefaults":
+        """Reads the defaults from a Hugging Face folder; empty for `openai`. `card`: what the model's card recommends,
+        for a model whose file sets nothing. A value that a request could not have either is a problem. Raises
+        ValueError for a file that is no JSON object."""
+        if sampling_defaults == "openai":
             return cls()
+        path = folder / FILE
+        said = cls._of_file(path) if path.exists() else cls()
+        return cls(card, said.problems, "its card") if card and not said.values else said
+
+    @classmethod
+    def _of_file(cls, path: Path) -> "SamplingDefaults":
         try:
             said = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
+from io import TextIOWrapper
 
 from shoal.chat_conversation import MANY_ROUNDS, ChatConversation
 from shoal.chat_terminal import ChatTerminal
@@ -76,6 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     """Chats until the input ends. Returns 0; 1 without a server, or when a prompt from a pipe gets no answer; 2 for a
     tool that is not there."""
     args = parser().parse_args(argv)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):  # whatever the locale, a character is no reason to end
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     named = ("temperature", "top_p", "max_tokens", "seed", "reasoning_effort")
     parameters = {name: value for name in named if (value := getattr(args, name)) is not None}
     if args.tool:

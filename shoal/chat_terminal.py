@@ -54,7 +54,9 @@ class ChatTerminal:
 
     def run(self) -> None:
         """Runs until /quit or Ctrl-D."""
-        self.console.print(f"[bold]{self.talk.model}[/] [dim]at {self.talk.client.url} · /help, Ctrl-D leaves[/]\n")
+        self.console.print(
+            f"[bold]{self.talk.model}[/] [dim]at {self.talk.client.url} · /help, Ctrl-C stops an answer, Ctrl-D leaves[/]\n"
+        )
         history = ChatHistory()
         readline.set_completer(_complete)
         readline.set_completer_delims("")

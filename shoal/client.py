@@ -14,6 +14,7 @@ import httpx
 
 # Servers send thinking under one of these names. Shoal and some others send it under both.
 THINKING_NAMES = ("reasoning_content", "reasoning")
+JSON = {"Content-Type": "application/json"}
 
 
 class ServerError(Exception):
@@ -118,7 +119,7 @@ class Client:
             **parameters,
         }
         try:
-            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+            with self._http.stream("POST", "/v1/chat/completions", content=_json(body), headers=JSON) as response:
                 if response.status_code != 200:
                     response.read()
                     raise ServerError(_reason(response))
@@ -130,6 +131,11 @@ class Client:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return ServerError(f"no server at {self.url}; start one with `shoal serve`, or say --url")
         return ServerError(f"{self.url}: the connection broke: {error or type(error).__name__}")
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    """A body in JSON. What the terminal or a pipe gave that is no UTF-8 becomes question marks."""
+    return json.dumps(body, ensure_ascii=False).encode(errors="replace")
 
 
 def _pieces(response: httpx.Response, answer: ChatAnswer) -> Iterator[Streamed]:

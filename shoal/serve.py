@@ -28,8 +28,8 @@ Several models behind one address, each with replicas and settings of its own, o
     - {name: large, model: ORG/NAME, replicas: 1, tp: 4}
     - {name: other, upstream: {url: https://example.com/v1, model: ITS_NAME, api_key_env: OTHER_API_KEY}}
 
-At the start, all settings in use are printed as such a file. Ctrl-C ends the server and everything that it started;
-SIGTERM lets answers that are on their way end first, within drain_s.
+At the start, the settings that are not the defaults are printed as such a file. Ctrl-C ends the server and everything
+that it started; SIGTERM lets answers that are on their way end first, within drain_s.
 """
 
 

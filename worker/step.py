@@ -78,6 +78,7 @@ class Plan:
     | `token_ids`, `pages` | [sum of these] | tokens and new pages of all chunks, concatenated |
     | `hidden` | [pooled chunks, 2] | index and `num_hidden` of each chunk that has any |
     | `checkpoints` | [copies, 3] | index of a chunk, position, row of a checkpoint: with recurrent states, those after the tokens before the position are copied to the row. At the chunk's first position, the chunk begins with the states of the row instead |
+    | `window_pages` | [sum of `num_pages`] | with layers that attend to a window: their page for each of `pages` |
     | `adapters` | [chunks with an adapter, 3] | index of a chunk, device slot, number of the adapter: a rank that has another one there copies this one first |
     """  # noqa: E501
 

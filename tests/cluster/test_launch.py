@@ -352,7 +352,7 @@ def test_how_the_model_wants_to_be_sampled_is_told_at_the_start(tmp_path: Path) 
     problem, line = told(said).splitlines()
     assert "generation_config.json: top_k is " in problem
     assert line.endswith("(generation_config.json): temperature 0.6, top_p 0.95")
-    assert told("{}") == told(said, sampling_defaults="openai") == ""
+    assert told("{}", model="org/name") == told(said, sampling_defaults="openai") == ""
     with pytest.raises(launch.LaunchError, match=r"generation_config\.json"):
         told("{")
 

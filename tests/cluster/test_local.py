@@ -85,6 +85,8 @@ def test_a_path_holds_in_every_process(tmp_path: Path, monkeypatch: pytest.Monke
     drafted = load(overrides={"model": "org/name", "speculation": "auto", "draft_model": "./mine"})
     assert one(local.fit(drafted)).draft_model == str(tmp_path / "mine")
     assert one(local.fit(load())).draft_model is None
+    (tmp_path / load().model).mkdir()
+    assert one(local.fit(load())).model == load().model, "a known name wins"
 
 
 def test_a_free_port_and_a_taken_one(free_port: int) -> None:

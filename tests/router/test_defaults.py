@@ -1,7 +1,7 @@
 """How a model is sampled where a request does not say: as its `generation_config.json` does."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,18 @@ def test_what_a_model_says(tmp_path: Path, said: dict[str, Any], values: dict[st
 
 def test_a_model_that_says_nothing(tmp_path: Path) -> None:
     assert SamplingDefaults.read(tmp_path, "model") == SamplingDefaults()
+
+
+def test_a_card_counts_where_the_file_sets_nothing(tmp_path: Path) -> None:
+    def values(said: Any, asked: Any = "model") -> Mapping[str, float]:
+        (tmp_path / FILE).write_text(json.dumps(said))
+        return SamplingDefaults.read(tmp_path, asked, card).values
+
+    card = {"temperature": 0.2, "top_p": 0.9}
+    assert SamplingDefaults.read(tmp_path, "model", card).values == values({"eos_token_id": 2}) == card
+    assert values({"top_k": 20}) == {"top_k": 20}
+    assert values({"do_sample": False}) == {"temperature": 0}
+    assert values({}, "openai") == {}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.tokenizer import Tokenizer
-from tests.conftest import NEW_TOKENS, Reference
+from tests.conftest import NAME, NEW_TOKENS, Reference
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 PAGE = 16
@@ -48,7 +48,7 @@ def url(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Itera
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     flags = ["--replicas", "2", "--port", port, "--dtype", "float32", "--device", "cpu", "--kv-tokens", "16384"]
-    command = [sys.executable, "-m", "shoal.cli", "serve", "--model", str(reference.folder), *flags]
+    command = [sys.executable, "-m", "shoal.cli", "serve", "--model", NAME, "--dequantize", *flags]
     with (tmp_path_factory.mktemp("serve") / "log").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -210,6 +210,21 @@ def test_every_token_is_what_transformers_generates(rounds: Any, reference: Refe
         usage = choices[0].usage
         assert usage.prompt_tokens == len(reference.prompts[number])
         assert usage.completion_tokens == len(said) * len(choices)
+
+
+def test_a_known_name_samples_as_its_card_says(url: str) -> None:
+    question = {"role": "user", "content": "What is the capital of France?"}
+
+    def said(**sampling: float) -> list[str]:
+        asked = {"model": NAME, "messages": [question], "max_tokens": 12} | sampling
+        answers = [
+            httpx.post(f"{url}/v1/chat/completions", json=asked | {"seed": seed}, timeout=WAIT_S) for seed in range(4)
+        ]
+        return [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+
+    assert said() == said(temperature=0.2, top_p=0.9) != said(temperature=1, top_p=1)
+    (card,) = httpx.get(f"{url}/v1/models", timeout=WAIT_S).json()["data"]
+    assert card["default_sampling"] == {"temperature": 0.2, "top_p": 0.9}
 
 
 def test_both_replicas_took_part(rounds: Any, url: str) -> None:

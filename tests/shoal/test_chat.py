@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -309,6 +311,18 @@ def test_a_model_that_is_not_there_is_said_at_once(
     said = capsys.readouterr().err
     assert all(part in said for part in (fake.url, "'nope'", "fake, other, own")) and len(said.splitlines()) == 1
     assert fake.bodies == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_bytes_that_are_no_text_end_no_chat(fake: Fake, encoding: str) -> None:
+    """Nor do characters that the terminal does not have."""
+    command = [sys.executable, "-m", "shoal.cli", "chat", "--url", fake.url, "--system", b"caf\xe9"]
+    told, environment = b"\xff\xfe hi\n \xc3\xa9 \n", os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, input=told, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr, done.stdout.count(b"You said: ")) == (0, b"", 2)
+    assert fake.bodies[0]["messages"][0]["content"] == "caf?"
+    assert fake.bodies[0]["messages"][-1]["content"].endswith(" hi")
 
 
 def test_no_server_is_one_line(capsys: Captured) -> None:

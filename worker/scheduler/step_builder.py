@@ -93,11 +93,7 @@ class StepBuilder:
         """Adds the next `size` tokens of `seq`, which has pages for them."""
         self._sizes[seq] = size
         self.budget.add(seq.num_computed, size)
-        if seq.wants_prompt_logits:
-            end = seq.num_computed + size
-            self._prompt_rows_left -= max(0, end - max(seq.num_computed, seq.reusable_tokens))
-        if seq.pool is not None and seq.pool.takes_all:
-            self._hidden_rows_left -= size
+        self._count_rows(seq, size, taken=1)
 
     @property
     def decodes(self) -> np.ndarray:
@@ -134,8 +130,12 @@ class StepBuilder:
         """Removes a sequence that is preempted, if it is in the step."""
         self.has_preempted = True
         others = self._decodes[self._decodes != seq.row]
-        size = self._sizes.pop(seq, 0) + len(self._decodes) - len(others)
-        self._drafts.pop(seq, None)
+        chunk, drafts = self._sizes.pop(seq, 0), self._drafts.pop(seq, None)
+        if drafts is not None:
+            self._prompt_rows_left += len(drafts)
+        else:
+            self._count_rows(seq, chunk, taken=-1)
+        size = chunk + len(self._decodes) - len(others)
         if size:
             self.budget.remove(seq.num_computed, size)
         self._decodes = others
@@ -233,6 +233,15 @@ class StepBuilder:
         pairs = np.array([pair for pair in hidden if pair[1]], dtype=np.int32).reshape(-1, 2)
         # What is counted as the next token is the embedding.
         return _Others(sampled, samples & (num_logits > 0), num_logits, drafts, prompted, pairs)
+
+    def _count_rows(self, seq: Sequence, size: int, taken: int) -> None:
+        """Counts the rows of logits for the prompt, and of hidden states, of a chunk that the step takes (`taken` 1) or
+        gives back (-1)."""
+        if seq.wants_prompt_logits:
+            end = seq.num_computed + size
+            self._prompt_rows_left -= taken * max(0, end - max(seq.num_computed, seq.reusable_tokens))
+        if seq.pool is not None and seq.pool.takes_all:
+            self._hidden_rows_left -= taken * size
 
     def _next_page(self, seq: Sequence) -> tuple[int, bytes] | None:
         """The page with which the tree is to get the next tokens of `seq`: its first position, and its known tokens as

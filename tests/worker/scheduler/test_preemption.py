@@ -2,9 +2,13 @@
 
 import random
 
+import numpy as np
 import pytest
 
+from pipeline.budget import Budget
 from tests.worker.driver import prompt
+from worker.messages import SamplingParams
+from worker.scheduler.step_builder import StepBuilder
 
 
 def test_preempts_the_latest_and_loses_nothing(drive, crowded):
@@ -52,6 +56,40 @@ def test_who_gives_way_to_a_chunk_is_not_in_the_step(drive, crowded):
     assert chunks[:3] == [[(0, 4), (0, 4)], [(4, 1), (4, 4)], [(8, 1)]], "the third has no decode of the late one"
     assert d.scheduler.load().preemptions == 1
     assert d.tokens("late") == d.executor.generate(prompt(4, seed=2), 4)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"prompt_logprobs": 1}, {"pooling": "mean"}], ids=["logits of the prompt", "hidden states"]
+)
+def test_who_gives_way_gives_back_its_rows_of_the_step(drive, monkeypatch, asked):
+    for rows in ("PROMPT_LOGIT_ROWS", "HIDDEN_ROWS"):
+        monkeypatch.setattr(f"worker.scheduler.step_builder.{rows}", 9)
+    d = drive(token_budget=4)
+    for name in "ab":
+        d.add(name, prompt(20, seed=ord(name)), sampling=SamplingParams(max_tokens=1, **asked))
+    d.step()
+    (first, *_), builder = d.scheduler.running, StepBuilder(Budget(64), 4, d.scheduler._table)
+    whole = builder.limit(first)
+    builder.add(first, 6)
+    assert builder.limit(first) == whole - 6
+    builder.preempt(first)
+    assert builder.limit(first) == whole
+    builder.preempt(first)
+    assert builder.limit(first) == whole, "a sequence that is not in the step has nothing to give back"
+
+
+def test_a_draft_that_gives_way_gives_back_its_rows_of_the_step(drive):
+    d = drive()
+    d.add("a", prompt(4), max_tokens=9)
+    d.step()
+    (seq,), builder = d.scheduler.running, StepBuilder(Budget(1000), 4, d.scheduler._table)
+    whole = builder.draft_room
+    builder.budget.take_decodes(d.scheduler._table.num_computed[[seq.row]])
+    builder.add_decodes(np.array([seq.row]))
+    builder.add_drafts({seq: [1, 2]})
+    assert builder.draft_room < whole
+    builder.preempt(seq)
+    assert builder.draft_room == whole
 
 
 def test_eviction_comes_before_preemption(drive):
