@@ -203,7 +203,9 @@ class Config(ReplicaConfig, RouterConfig):
         None,
         description="the Ray cluster to join: host:port, or auto; by default Ray is started on this machine",
     )
-    cpus_per_router: float = Field(1.0, gt=0, description="CPUs for which one router needs room, next to those of replicas")
+    cpus_per_router: float = Field(
+        1.0, gt=0, description="CPUs for which one router needs room, next to those of replicas"
+    )
     health_check_period_s: float = Field(
         0.5,
         ge=0.1,
@@ -308,7 +310,7 @@ class Config(ReplicaConfig, RouterConfig):
         if self.models:
             values = {key: value for key, value in values.items() if key not in OF_ONE_MODEL}
             values["models"] = [_written(entry, values) for entry in self.models]
-        default = Config().model_dump(mode="json")
+        default = Config.model_validate({}).model_dump(mode="json")
         values = {key: value for key, value in values.items() if key == "model" or value != default[key]}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 

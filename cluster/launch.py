@@ -11,6 +11,7 @@ import logging
 import re
 import shutil
 import signal
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -21,7 +22,9 @@ from typing import Any
 
 import ray
 from ray import serve as ray_serve
+from ray.exceptions import RayError
 from ray.serve.context import _get_global_client as get_global_client
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from rich.console import Console
 
@@ -64,6 +67,8 @@ def serve(config: Config, console: Console | None = None, followed: FollowedConf
         return 0
     except (LaunchError, ModelError, local.PortTaken, OSError) as error:
         launch.failed(error)
+    except (RayError, RayServeException, RuntimeError, TimeoutError) as error:
+        launch.failed(LaunchError(f"Ray does not come up, or does not answer: {_one_line(error)}"))
     finally:
         # A second Ctrl-C must not stop the cleanup halfway.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -96,6 +101,7 @@ class _Launch:
         self._line = console.status("") if console.is_terminal else None
         self._said = ""
         self._folder: Path | None = None  # of the Ray that was started here
+        self._port: socket.socket | None = None  # of this machine, held while routers come and go
         self._keeper: Any = None  # of a cluster that was joined: lets no other `shoal serve` look after it
         self._before: Deployed | None = None  # what runs on it already
         self._has_serve = False  # whether Ray Serve runs for this server alone
@@ -112,7 +118,7 @@ class _Launch:
         except ConfigError as error:
             raise LaunchError(str(error)) from None
         if self._config.address is None:
-            local.check_port(self._config.host, self._config.port)
+            self._port = local.hold_port(self._config.host, self._config.port)
             self._start_ray()
         else:
             self._join_ray(self._config.address)
@@ -266,7 +272,7 @@ class _Launch:
                     f"the Ray cluster at {address} already runs Shoal, deployed by another program: stop that first"
                 )
         elif not self._config.router_hosts:
-            local.check_port(self._config.host, self._config.port)
+            self._port = local.hold_port(self._config.host, self._config.port)
 
     def _deploy(self) -> None:
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler in place of ours
@@ -422,6 +428,12 @@ def _check_draft(folder: Path, config: DeploymentConfig) -> None:
         check_draft_model(Path(str(config.draft_model)), folder)
     except ValueError as error:
         raise LaunchError(str(error)) from None
+
+
+def _one_line(error: Exception) -> str:
+    """What an error of Ray's says, without the stacks of its processes."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no more is known'}"
 
 
 def _is_stopped() -> bool:

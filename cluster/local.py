@@ -83,10 +83,13 @@ def share_memory(config: Config) -> Config:
     return config.changed(shared)
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises PortTaken, or OSError for a port or an address that this process may not listen on."""
+def hold_port(host: str, port: int) -> socket.socket:
+    """Takes a port for the routers of this user: as long as the socket that this returns is open, no other server gets
+    it, though no router may run for a moment. The socket itself takes no connections. Raises PortTaken, or OSError for
+    a port or an address that this process may not listen on."""
     try:
         bind(host, port, shared=False).close()
+        return bind(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(f"port {port} of {host} is taken by another program: choose another with --port") from None

@@ -55,7 +55,8 @@ class ChatTerminal:
     def run(self) -> None:
         """Runs until /quit or Ctrl-D."""
         self.console.print(
-            f"[bold]{self.talk.model}[/] [dim]at {self.talk.client.url} · /help, Ctrl-C stops an answer, Ctrl-D leaves[/]\n"
+            f"[bold]{self.talk.model}[/] [dim]at {self.talk.client.url} · /help, Ctrl-C stops an answer, "
+            "Ctrl-D leaves[/]\n"
         )
         history = ChatHistory()
         readline.set_completer(_complete)

@@ -74,7 +74,7 @@ class TwoNodes:
         self._cluster.shutdown()
 
     def _deploy(self) -> None:
-        deploy(application(self._config, HEAD, ReachableReplica))
+        deploy(application(self._config, [HEAD], ReachableReplica))
 
     # ------------------------------------------------------------ changes
 

@@ -31,7 +31,7 @@ async def run(folder: Path, addresses: list[str]) -> None:
     )
     models = open_models(config, {deployment.name: service}, metrics)
     service.replicas.set_replicas({f"r{number}": address for number, address in enumerate(addresses)})
-    listener = Listener(create_app(models), HOST, 0, 1.0, config)
+    listener = Listener(create_app(models), HOST, 0, config)
     await models.start()
     await listener.start()
     while len(service.replicas.ready) < len(addresses):

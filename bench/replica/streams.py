@@ -92,7 +92,7 @@ def _deploy(config: Any, address: str, listening: bool) -> None:
     from cluster import app
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    node = ray.nodes()[0]["NodeManagerAddress"] if listening else None
+    nodes = [ray.nodes()[0]["NodeManagerAddress"]] if listening else []
     serve.start(
         proxy_location=ProxyLocation.Disabled if listening else ProxyLocation.EveryNode,
         http_options={"host": config.host, "port": config.port},
@@ -101,7 +101,7 @@ def _deploy(config: Any, address: str, listening: bool) -> None:
     replicas = serve.deployment(name="Replica", ray_actor_options={"num_cpus": 0}, request_router_config=app.PLACEMENT)(
         Announced
     ).bind(address, mock_replica.CONTEXT_LENGTH)
-    serve.run(app.routers(config, [replicas], node), name=app.APP, route_prefix=None if listening else "/")
+    serve.run(app.routers(config, [replicas], nodes), name=app.APP, route_prefix=None if listening else "/")
 
 
 def offline(job: Job, rounds: int) -> float:

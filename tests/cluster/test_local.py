@@ -14,6 +14,7 @@ import pytest
 from cluster import local
 from cluster.config import Config, DeploymentConfig, load
 from cluster.log_lines import LineFormatter, LogFormat
+from router.listener import bind
 from worker.executor import kv_cache
 
 
@@ -90,14 +91,25 @@ def test_a_path_holds_in_every_process(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_free_port_and_a_taken_one(free_port: int) -> None:
-    local.check_port("127.0.0.1", free_port)
+    local.hold_port("127.0.0.1", free_port).close()
     with socket.create_server(("127.0.0.1", free_port)), pytest.raises(local.PortTaken, match=str(free_port)):
-        local.check_port("127.0.0.1", free_port)
+        local.hold_port("127.0.0.1", free_port)
+
+
+def test_a_port_is_held_while_no_router_runs_and_takes_no_connection_of_theirs(free_port: int) -> None:
+    with local.hold_port("127.0.0.1", free_port):
+        with pytest.raises(local.PortTaken):  # a second server
+            local.hold_port("127.0.0.1", free_port)
+        with bind("127.0.0.1", free_port) as router:
+            router.listen()
+            for _ in range(20):
+                socket.create_connection(("127.0.0.1", free_port), timeout=5).close()
+                router.accept()[0].close()
 
 
 def test_an_address_of_another_machine_is_named(free_port: int) -> None:
     with pytest.raises(OSError, match=rf"203\.0\.113\.1:{free_port}: .*--host"):
-        local.check_port("203.0.113.1", free_port)
+        local.hold_port("203.0.113.1", free_port)
 
 
 def test_a_ray_that_lost_its_heart_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -407,8 +407,9 @@ def rehearse(r: Rehearsal) -> Figures:
     for host in r.net.hosts:
         files, ports = before[host.name]
         left = [*host.processes().values(), *map(str, host.ports() - ports), *(host.files() - files)]
-        # The volume stays, and a container's home folder goes with the container.
-        figures.left += [f"{host.name}: {each}" for each in left if not each.startswith(("cache/", "home/shoal/"))]
+        # The volume stays. A container's home folder and what Python compiles of the image go with the container.
+        kept = [each for each in left if each.startswith(("cache/", "home/shoal/")) or "__pycache__" in each]
+        figures.left += [f"{host.name}: {each}" for each in left if each not in kept]
     figures.seconds = time.monotonic() - r.began
     r.say("nothing runs any more")
     return figures

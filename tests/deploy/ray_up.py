@@ -85,7 +85,9 @@ class Rehearsal:
 
     def actors(self, deployment: str = "Replica", state: str = "RUNNING") -> dict[str, str]:
         """Those of a deployment, or of all whose names begin so: the id to the host's address."""
-        asked = "curl -s -H \"Authorization: Bearer $(cat ~/.ray/auth_token)\" http://127.0.0.1:8265/api/serve/applications/"
+        asked = (
+            'curl -s -H "Authorization: Bearer $(cat ~/.ray/auth_token)" http://127.0.0.1:8265/api/serve/applications/'
+        )
         answer = self.net.ssh(self.net.hosts[0], asked, check=False)
         if not answer.stdout.startswith("{"):
             return {}
