@@ -39,9 +39,8 @@ nightly: env model  ## what CI runs a part of: all families in stages and on ran
 fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, 100,000 generated answers, and more
 	SHOAL_FUZZ=1000 SHOAL_FUZZ_ANSWERS=100000 $(BIN)/pytest tests/server/test_fuzz.py tests/router/formats/test_lexer.py
 
-rehearse: env  ## ray up and the chart on hosts that are namespaces, with streams of ten minutes: as root, with sshd
-	$(BIN)/python -m tests.deploy.ray_up $(ARGS)
-	$(BIN)/python -m tests.deploy.kubernetes $(ARGS)
+rehearse: env  ## ray up and the chart, on hosts that are namespaces: as root, with sshd; some 13 minutes
+	$(BIN)/pytest -m rehearsal
 
 mutants: env  ## how many of fifty seeded faults the tests find: --tree measures another checkout, as ARGS
 	$(BIN)/python -m tests.mutants $(ARGS)
@@ -77,7 +76,7 @@ computing: env
 	$(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu" $(SAYS)
 
 serving: env
-	$(BIN)/pytest -m "(ray or gpu) and not bench" $(SAYS)
+	$(BIN)/pytest -m "(ray or gpu) and not bench and not rehearsal" $(SAYS)
 
 model: env
 	$(BIN)/shoal pull SmolLM2-135M-Instruct

@@ -431,7 +431,7 @@ def _check_draft(folder: Path, config: DeploymentConfig) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """What an error of Ray's says, without the stacks of its processes."""
+    """The last line of an error of Ray's, without the stacks of its processes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'no more is known'}"
 

@@ -89,7 +89,7 @@ def hold_port(host: str, port: int) -> socket.socket:
     a port or an address that this process may not listen on."""
     try:
         bind(host, port, shared=False).close()
-        return bind(host, port)
+        return bind(host, port, listens=False)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(f"port {port} of {host} is taken by another program: choose another with --port") from None

@@ -141,12 +141,13 @@ def _accepted(listening: socket.socket) -> list[socket.socket]:
     return found
 
 
-def bind(host: str, port: int, shared: bool = True) -> socket.socket:
+def bind(host: str, port: int, shared: bool = True, listens: bool = True) -> socket.socket:
     """A TCP socket bound to the address, not listening yet. Raises OSError. `shared`: the same user's other sockets may
-    be bound to this address too, if they are also shared."""
+    be bound to this address too, if they are also shared. `listens`: whether it will; one that will not keeps sockets
+    from the address that are not shared."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(listens))
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # like VANISHED, also for accepted connections
     for option, value in VANISHED.items():
         if hasattr(socket, option):

@@ -10,6 +10,7 @@ from tests.deploy.kubernetes import STREAM_S, rehearsed
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.rehearsal
 @pytest.mark.timeout(1200)
 def test_no_change_fails_a_request_and_nothing_is_left(tmp_path: Path) -> None:
     if why := missing():

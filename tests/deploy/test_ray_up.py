@@ -5,7 +5,7 @@ import pytest
 from tests.deploy.hosts import missing
 from tests.deploy.ray_up import STREAM_S, Figures, rehearsed
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.rehearsal]
 
 
 @pytest.fixture(scope="module")
