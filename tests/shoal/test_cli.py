@@ -108,7 +108,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list:
     return configs
 
 
-def test_flags_win_over_the_file_and_what_is_no_default_is_printed(launched: list, tmp_path: Path, capsys: Captured) -> None:
+def test_flags_win_over_the_file_and_no_default_is_printed(launched: list, tmp_path: Path, capsys: Captured) -> None:
     file = tmp_path / "shoal.yaml"
     file.write_text("replicas: 3\nport: 9000\napi_key: hush\n")
     assert serve.main(["--config", str(file), "--port", "9001", "--placement", "round_robin"]) == 0
