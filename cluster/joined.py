@@ -142,7 +142,7 @@ def keep() -> Any:
 def reserve(numbers: Mapping[str, int], cpus: float) -> list[str]:
     """Reserves the CPUs of these numbers of routers, by the machine's address in Ray, and gives back what is reserved
     beyond that. A machine that is not there yet gets them once it is; returns the addresses of such machines. Raises
-    NoRoom, after which the same is reserved as before."""
+    NoRoom, after which nothing is reserved that was not before."""
     have = _reserved()
     wanted = {_name(address, index, cpus): address for address, number in numbers.items() for index in range(number)}
     nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}

@@ -56,7 +56,7 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_enable_autoscaler_v2": "0",
     "RAY_raylet_start_wait_time_s": "300",
-    # After so many seconds without a sign of a machine, the head logs in there again: where Ray runs, nothing happens.
+    # Seconds without a sign of a machine, after which the head logs in there again: where Ray runs, nothing happens.
     "AUTOSCALER_HEARTBEAT_TIMEOUT_S": "10",
     # `ray down` removes the folder of Ray, and with it what killed processes leave in theirs.
     "RAY_TMPDIR": "/tmp",
