@@ -199,7 +199,7 @@ def _kill_children() -> bool:
 def servers() -> dict[int, Path]:
     """The servers of this user with a Ray of their own: the process of each `shoal serve`, which may have been killed,
     to the folder of its Ray."""
-    return {pid: folder for pid, folder in _folders().items() if is_serve(pid) or _left(folder)}
+    return {pid: folder for pid, folder in folders().items() if is_serve(pid) or _left(folder)}
 
 
 def is_serve(pid: int) -> bool:
@@ -209,7 +209,9 @@ def is_serve(pid: int) -> bool:
     return False
 
 
-def _folders() -> dict[int, Path]:
+def folders() -> dict[int, Path]:
+    """The folders of this user's servers with a Ray of their own, by the process of `shoal serve`; also of those that
+    have ended."""
     mine = (folder for folder in Path("/tmp").glob(f"{PREFIX}*") if folder.stat().st_uid == os.getuid())
     return {int(folder.name.removeprefix(PREFIX).split("-")[0]): folder for folder in mine}
 
@@ -236,6 +238,6 @@ def _names(command: list[str] | None, folder: Path) -> bool:
 def _sweep() -> None:
     """Removes the folders of servers that have ended."""
     running = servers()
-    for pid, folder in _folders().items():
+    for pid, folder in folders().items():
         if pid not in running and not psutil.pid_exists(pid):
             shutil.rmtree(folder, ignore_errors=True)

@@ -19,7 +19,7 @@ class NotStopped(RuntimeError):
 def stop(address: str | None, pid: int | None = None) -> str:
     """Ends the server on the Ray cluster at `address`, or the one of this machine. `pid`: of its `shoal serve`. Returns
     what was done. Raises NotStopped."""
-    own = {process: folder for process, folder in local.servers().items() if pid in (None, process)}
+    own = local.servers() if pid is None else {pid: local.folders()[pid]} if pid in local.folders() else {}
     if address is None and own:
         if len(own) > 1:
             raise NotStopped(f"several servers run here: choose one with --pid {' or '.join(map(str, own))}")
