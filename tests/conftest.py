@@ -17,6 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.kept import kept
 
+# Before anything imports Triton, whose own functions are otherwise compiled, not interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The same examples in every run, so that a failure is somebody's change: `--hypothesis-profile=search` finds new ones.
 settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=2000)
