@@ -101,6 +101,7 @@ class _Launch:
         self._line = console.status("") if console.is_terminal else None
         self._said = ""
         self._folder: Path | None = None  # of the Ray that was started here
+        self._watch: local.RayWatch | None = None  # over it
         self._port: socket.socket | None = None  # of this machine, held while routers come and go
         self._keeper: Any = None  # of a cluster that was joined: lets no other `shoal serve` look after it
         self._before: Deployed | None = None  # what runs on it already
@@ -118,6 +119,7 @@ class _Launch:
         except ConfigError as error:
             raise LaunchError(str(error)) from None
         if self._config.address is None:
+            local.check_port(self._config.host, self._config.port)
             self._port = local.hold_port(self._config.host, self._config.port)
             self._start_ray()
         else:
@@ -126,6 +128,9 @@ class _Launch:
         self._wait()
         if self._config.address is not None:
             self._record()
+            if not self._config.router_hosts or _this_node() in self._config.router_hosts:
+                # Not before: routers of another user, whose Ray it is, could not listen then.
+                self._port = local.hold_port(self._config.host, self._config.port)
         self._greet()
         self._runs = True
 
@@ -138,8 +143,6 @@ class _Launch:
         while True:
             time.sleep(ATTEND_S)
             try:
-                if self._folder is not None:
-                    local.check()
                 self._follow()
                 overview = _overview()
             except Exception as error:
@@ -210,6 +213,8 @@ class _Launch:
         """Takes everything down that `start` brought up, however far it came. A server that ran before goes on if it
         was not taken over to the end."""
         self._quiet()
+        if self._watch is not None:
+            self._watch.stop()
         if self._config.address is None:
             local.end()
             if self._folder is not None:
@@ -240,7 +245,13 @@ class _Launch:
         self._config = local.fit(self._config)
         self._say("starting Ray")
         self._folder = local.make_folder()
-        local.start(self._config, self._folder, grows=self._followed is not None)
+        self._watch = local.RayWatch(lambda why: self.failed(LaunchError(f"Ray is gone: {why}")))
+        try:
+            local.start(self._config, self._folder, grows=self._followed is not None)
+        except Exception as error:  # of many kinds, `Exception` among them
+            raise LaunchError(
+                f"Ray does not start ({_one_line(error)}): on a busy machine, try again; else Ray's logs say more"
+            ) from error
 
     def _tell_defaults(self, folder: Path, deployment: DeploymentConfig) -> None:
         """Prints a model's sampling defaults. Raises LaunchError for a broken file: the replicas would fail on it
@@ -272,7 +283,7 @@ class _Launch:
                     f"the Ray cluster at {address} already runs Shoal, deployed by another program: stop that first"
                 )
         elif not self._config.router_hosts:
-            self._port = local.hold_port(self._config.host, self._config.port)
+            local.check_port(self._config.host, self._config.port)
 
     def _deploy(self) -> None:
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler in place of ours
@@ -487,8 +498,12 @@ def _short(overview: ApplicationStatusOverview | None) -> str:
         parts.append(f"{name}: {', '.join(counts) or 'none'}")
     # Serve's words for replicas that no node has room for.
     pending = [d.message.splitlines()[0] for d in overview.deployments.values() if "to be scheduled" in d.message]
-    # Ray writes resources in the order of a table, which changes.
-    return "; ".join(parts + sorted(pending))
+    return "; ".join(parts + sorted(map(_in_order, pending)))
+
+
+def _in_order(message: str) -> str:
+    """A message of Serve's with the resources in it by name: Ray writes them in the order of a table, which changes."""
+    return re.sub(r"{([^{}]*)}", lambda table: f"{{{', '.join(sorted(table[1].split(', ')))}}}", message)
 
 
 def _failure(overview: ApplicationStatusOverview | None) -> str | None:

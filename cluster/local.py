@@ -10,6 +10,7 @@ import shutil
 import socket
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ CPU_KV_FRACTION = 0.25  # of the memory that is free, for the KV caches of all r
 OBJECT_STORE_BYTES = 200 << 20  # no tensor and no token goes through it
 MEMORY_BYTES = 1 << 30  # a number that nothing depends on; Ray's own measure is wrong on some machines
 MOST_CPUS = 1024  # logical ones, for a server that may grow: only GPUs and memory limit it
+WATCH_S = 2.0  # between looks at Ray's processes
 END_S = 3.0  # how long Ray may take to end its processes, before they are killed
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 PREFIX = "shoal-ray-"
@@ -83,13 +85,10 @@ def share_memory(config: Config) -> Config:
     return config.changed(shared)
 
 
-def hold_port(host: str, port: int) -> socket.socket:
-    """Takes a port for the routers of this user: as long as the socket that this returns is open, no other server gets
-    it, though no router may run for a moment. The socket itself takes no connections. Raises PortTaken, or OSError for
-    a port or an address that this process may not listen on."""
+def check_port(host: str, port: int) -> None:
+    """Raises PortTaken, or OSError for a port or an address that this process may not listen on."""
     try:
         bind(host, port, shared=False).close()
-        return bind(host, port, listens=False)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(f"port {port} of {host} is taken by another program: choose another with --port") from None
@@ -97,6 +96,16 @@ def hold_port(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error.strerror}. --host must be an address of this machine, --port "
             "a port that this user may listen on"
         ) from None
+
+
+def hold_port(host: str, port: int) -> socket.socket | None:
+    """Takes a port for the routers of this user, which may listen already: as long as the socket that this returns is
+    open, no other server gets it, though no router may run for a moment. The socket itself takes no connections. None
+    where that cannot be: the routers are of another user, or connections of another program are still closing."""
+    try:
+        return bind(host, port, listens=False)
+    except OSError:
+        return None
 
 
 def join(address: str) -> None:
@@ -152,12 +161,40 @@ def start(config: Config, folder: Path, grows: bool = False) -> None:
     )
 
 
-def check() -> None:
-    """Raises RuntimeError once an essential process of the Ray that `start` started has ended. Asking Ray itself would
-    block for a minute, after which Ray ends this process, with no chance to end the others."""
-    names = [p.name() for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    if gone := [name for name in HEART if name not in names]:
-        raise RuntimeError(f"its {' and '.join(gone)} ended")
+class RayWatch:
+    """Looks whether an essential process of the Ray that `start` starts has ended: from before that start on, in a
+    thread of its own. A call that waits for such a Ray waits for a minute, after which Ray ends this process, with no
+    chance to end the others."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """`tell` is called with the reason. Then all descendants are killed, and this process ends with exit code 1."""
+        self._tell = tell
+        self._seen = set[str]()
+        self._over = threading.Event()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def stop(self) -> None:
+        """From now on, processes end because this one ends them."""
+        self._over.set()
+
+    def _look(self) -> None:
+        while not self._over.wait(WATCH_S):
+            # What ends Ray may be a signal for this process too: it has the time to end Ray by itself.
+            if (gone := self.gone()) and not self._over.wait(END_S):
+                self._tell(f"its {' and '.join(gone)} ended")
+                while _kill_children():
+                    pass
+                os._exit(1)
+
+    def gone(self) -> list[str]:
+        """The names of the essential processes that have ended."""
+        names, ended = set[str](), set[str]()
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                is_zombie = process.status() == psutil.STATUS_ZOMBIE
+                (ended if is_zombie else names).add(process.name())
+        self._seen.update(names | ended)
+        return [name for name in HEART if name in self._seen and name not in names]
 
 
 def reasons(folder: Path) -> list[str]:
@@ -227,12 +264,20 @@ def kill_left(folder: Path) -> None:
 
 
 def _left(folder: Path) -> list[psutil.Process]:
-    """The processes that name a folder of Ray in their command lines."""
-    return [process for process in psutil.process_iter(["cmdline"]) if _names(process.info["cmdline"], folder)]
+    """The processes of the Ray in a folder: they name it in their command lines, or, with a title of their own, write
+    logs there."""
+    return [process for process in psutil.process_iter(["cmdline", "status"]) if _belongs(process, folder)]
 
 
-def _names(command: list[str] | None, folder: Path) -> bool:
-    return any(str(folder) in word for word in command or ())
+def _belongs(process: psutil.Process, folder: Path) -> bool:
+    command: list[str] = process.info["cmdline"] or []
+    if process.info["status"] == psutil.STATUS_ZOMBIE or not command:
+        return False
+    if any(str(folder) in word for word in command):
+        return True
+    with contextlib.suppress(psutil.Error, OSError):
+        return command[0].startswith("ray::") and any(f.path.startswith(f"{folder}/") for f in process.open_files())
+    return False
 
 
 def _sweep() -> None:

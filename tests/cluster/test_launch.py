@@ -284,6 +284,35 @@ def test_a_start_that_is_stopped_leaves_nothing(tiny_model: Path, free_port: int
         assert not list(Path("/tmp").glob(f"shoal-ray-{server.process.pid}-*"))
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(START_S)
+@pytest.mark.parametrize(
+    ("said", "process"),
+    [
+        ("^starting Ray$", "raylet/raylet"),
+        ("^starting Ray Serve$", "gcs_server"),
+        ("Replica: 1 starting", "raylet/raylet"),
+        ("Ctrl-C", "gcs_server"),
+    ],
+)
+def test_a_server_whose_ray_dies_says_so_and_leaves_no_process(
+    tiny_model: Path, free_port: int, said: str, process: str
+) -> None:
+    """Whatever it waits for: Ray's own calls would wait for a minute, and then end it without a word."""
+    with running("--model", str(tiny_model), "--port", str(free_port), "--replicas", "1") as server:
+        server.wait_for(said)
+        while not (family := server.family_with(process)):
+            assert server.process.poll() is None
+        for each in family:
+            if process in command(each):
+                each.kill()
+        server.wait_for("^shoal: Ray ")
+        assert server.process.wait(END_S) == 1
+        assert "Traceback" not in "\n".join(server.lines)
+        assert [each for each in family if each.is_running()] == []
+
+
 @pytest.mark.slow
 def test_a_taken_port_is_an_error_before_anything_starts(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -411,6 +440,7 @@ def test_a_model_that_cannot_be_loaded_says_why(tiny_model: Path, tmp_path: Path
 class Deployment:
     def __init__(self, message: str) -> None:
         self.message = message
+        self.replica_states = {"STARTING": 1}
 
 
 class Overview:
@@ -440,3 +470,13 @@ STACK = 'Traceback (most recent call last):\n  File "x.py", line 3, in y\n    z(
 )  # fmt: skip
 def test_the_reason_of_a_failure_is_found_in_serves_messages(overview: Overview | None, reason: str | None) -> None:
     assert launch._failure(overview) == reason  # type: ignore[arg-type]
+
+
+def test_what_waits_for_room_is_told_once_whatever_order_ray_writes_its_resources_in() -> None:
+    def told(required: dict[str, float], available: dict[str, float]) -> str:
+        message = f"has 1 replicas to be scheduled: {required}, total resources available: {available}."
+        return launch._short(Overview(ApplicationStatus.DEPLOYING, "", message))  # type: ignore[arg-type]
+
+    one, two = ({"CPU": 1.0, "GPU": 2.0}, {"GPU": 2.0, "CPU": 1.0})
+    assert told(one, one) == told(two, two) == told(one, two)
+    assert told(one, one) != told(one, {"CPU": 1.0, "GPU": 3.0})

@@ -217,10 +217,9 @@ def test_a_known_name_samples_as_its_card_says(url: str) -> None:
 
     def said(**sampling: float) -> list[str]:
         asked = {"model": NAME, "messages": [question], "max_tokens": 12} | sampling
-        answers = [
-            httpx.post(f"{url}/v1/chat/completions", json=asked | {"seed": seed}, timeout=WAIT_S) for seed in range(4)
-        ]
-        return [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+        bodies = [asked | {"seed": seed} for seed in range(4)]
+        answers = [httpx.post(f"{url}/v1/chat/completions", json=body, timeout=WAIT_S).json() for body in bodies]
+        return [answer["choices"][0]["message"]["content"] for answer in answers]
 
     assert said() == said(temperature=0.2, top_p=0.9) != said(temperature=1, top_p=1)
     (card,) = httpx.get(f"{url}/v1/models", timeout=WAIT_S).json()["data"]
