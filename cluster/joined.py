@@ -151,7 +151,7 @@ def reserve(numbers: Mapping[str, int], cpus: float) -> list[str]:
         for name, address in wanted.items()
         if name not in have
     }
-    _remove(name for name in have if name not in wanted)
+    _remove(group for name, group in have.items() if name not in wanted)
     deadline = time.monotonic() + FIT_S
     for name, group in made.items():
         address = wanted[name]
@@ -168,7 +168,7 @@ def reserve(numbers: Mapping[str, int], cpus: float) -> list[str]:
 
 def release() -> None:
     """Gives back all that is reserved."""
-    _remove(_reserved())
+    _remove(_reserved().values())
 
 
 def _name(address: str, index: int, cpus: float) -> str:
@@ -185,10 +185,9 @@ def _reserved() -> dict[str, str]:
     }
 
 
-def _remove(names: Iterable[str]) -> None:
-    have = _reserved()
-    for name in list(names):
-        remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(have[name]))))
+def _remove(groups: Iterable[str]) -> None:
+    for group in groups:
+        remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))))
 
 
 def with_room(config: Config) -> set[str]:

@@ -65,7 +65,7 @@ def serve(config: Config, console: Console | None = None, followed: FollowedConf
     except _Stopped:
         launch.stopped()
         return 0
-    except (LaunchError, ModelError, local.PortTaken, OSError) as error:
+    except (LaunchError, ModelError, local.NoCluster, local.PortTaken, OSError) as error:
         launch.failed(error)
     except (RayError, RayServeException, RuntimeError, TimeoutError) as error:
         launch.failed(LaunchError(f"Ray does not come up, or does not answer: {_one_line(error)}"))
@@ -109,7 +109,7 @@ class _Launch:
         self._deployed = False
 
     def start(self) -> None:
-        """Returns when the server can answer. Raises LaunchError, ModelError, PortTaken, OSError."""
+        """Returns when the server can answer. Raises LaunchError, ModelError, NoCluster, PortTaken, OSError."""
         try:
             Keys(self._config)
         except (OSError, ValueError) as error:
@@ -268,10 +268,7 @@ class _Launch:
 
     def _join_ray(self, address: str) -> None:
         self._say(f"joining the Ray cluster at {address}")
-        try:
-            local.join(address)
-        except (OSError, RuntimeError) as error:
-            raise LaunchError(f"no Ray cluster at {address}: {error}") from error
+        local.join_or_tell(address)
         try:
             self._keeper = joined.keep()
         except joined.Kept as error:

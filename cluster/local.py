@@ -34,6 +34,10 @@ REASONS = ("replica at ", "replica does not start: ")  # how they begin
 HEART = ("gcs_server", "raylet")  # the processes that Ray cannot run without
 
 
+class NoCluster(RuntimeError):
+    """There is no Ray cluster to join. The message is for the user."""
+
+
 class PortTaken(RuntimeError):
     """Another program listens on the port."""
 
@@ -117,6 +121,16 @@ def join(address: str) -> None:
     if (Path.home() / ".ray" / "auth_token").exists():  # a cluster that asks for none does not look at it
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def join_or_tell(address: str | None) -> None:
+    """Joins the Ray cluster at `address`; None: the one that this machine is part of. Raises NoCluster."""
+    try:
+        join(address or "auto")
+    except (OSError, RuntimeError) as error:
+        if address is None:
+            raise NoCluster("no server runs on this machine, and it is part of no Ray cluster") from None
+        raise NoCluster(f"no Ray cluster at {address}: {error}") from error
 
 
 def logs(folder: Path) -> Path:
@@ -282,7 +296,6 @@ def _belongs(process: psutil.Process, folder: Path) -> bool:
 
 def _sweep() -> None:
     """Removes the folders of servers that have ended."""
-    running = servers()
     for pid, folder in folders().items():
-        if pid not in running and not psutil.pid_exists(pid):
+        if not psutil.pid_exists(pid) and not _left(folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -16,21 +16,13 @@ OF_WORKERS = "worker-*.err"  # routers and replicas write to standard error
 READ_S = 60.0
 
 
-class NoLogs(RuntimeError):
-    """There is no server whose logs could be read. The message is for the user."""
-
-
 def find(text: str, address: str | None) -> list[str]:
-    """The lines with `text` in them, oldest first, each with its machine and file before it. Raises NoLogs."""
+    """The lines with `text` in them, oldest first, each with its machine and file before it. Raises NoCluster of
+    `cluster.local`."""
     own = local.servers()
     if address is None and own:
         return _sorted(line for folder in own.values() for line in lines(text, local.logs(folder)))
-    try:
-        local.join(address or "auto")
-    except (OSError, RuntimeError) as error:
-        if address is None:
-            raise NoLogs("no server runs on this machine, and it is part of no Ray cluster") from None
-        raise NoLogs(f"no Ray cluster at {address}: {error}") from None
+    local.join_or_tell(address)
     try:
         logging.getLogger("ray").setLevel(logging.CRITICAL)
         return _sorted(_of_cluster(text))

@@ -18,7 +18,7 @@ class NotStopped(RuntimeError):
 
 def stop(address: str | None, pid: int | None = None) -> str:
     """Ends the server on the Ray cluster at `address`, or the one of this machine. `pid`: of its `shoal serve`. Returns
-    what was done. Raises NotStopped."""
+    what was done. Raises NotStopped, and NoCluster of `cluster.local`."""
     own = local.servers() if pid is None else {pid: local.folders()[pid]} if pid in local.folders() else {}
     if address is None and own:
         if len(own) > 1:
@@ -26,7 +26,7 @@ def stop(address: str | None, pid: int | None = None) -> str:
         return _stop_own(*own.popitem())
     if pid is not None:
         raise NotStopped(f"process {pid} is no server of this machine")
-    return _stop_joined(address or "auto", is_guess=address is None)
+    return _stop_joined(address)
 
 
 def _stop_own(pid: int, folder: Path) -> str:
@@ -42,17 +42,12 @@ def _stop_own(pid: int, folder: Path) -> str:
     return f"what process {pid} had left has ended: its `shoal serve` was killed before"
 
 
-def _stop_joined(address: str, is_guess: bool) -> str:
+def _stop_joined(address: str | None) -> str:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    try:
-        local.join(address)
-    except (OSError, RuntimeError) as error:
-        if is_guess:
-            raise NotStopped("no server runs on this machine, and it is part of no Ray cluster") from None
-        raise NotStopped(f"no Ray cluster at {address}: {error}") from None
+    local.join_or_tell(address)
     try:
         if not joined.runs():
-            raise NotStopped(f"no server runs on the Ray cluster at {address}")
+            raise NotStopped(f"no server runs on the Ray cluster at {address or 'auto'}")
         joined.end()
     finally:
         ray.shutdown()

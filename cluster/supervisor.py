@@ -103,6 +103,11 @@ def folder() -> Path:
     return Path.home() / FOLDER
 
 
+def unit_file() -> Path:
+    """The unit of the user's systemd that runs the supervisor, where there is one."""
+    return Path.home() / ".config/systemd/user" / UNIT
+
+
 def say(text: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
 
@@ -126,6 +131,13 @@ def ray_runs(role: Role) -> bool:
     return {process.info["name"] for process in processes(HEART[role])} == {*HEART[role]}
 
 
+def stop_ray() -> "subprocess.CompletedProcess[str]":
+    """Ends all of Ray on this machine."""
+    command = [program("ray"), "stop", "--grace-period", "5"]
+    environment = {**os.environ, **ENVIRONMENT}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 def supervisor() -> psutil.Process | None:
     """The supervisor of this machine, if it runs."""
     with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
@@ -144,8 +156,8 @@ class Supervisor:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._environment = {**os.environ, **machine.environment, **ENVIRONMENT}
-        self._ray = _Turn("Ray")
-        self._serve = _Turn("shoal serve")
+        self._ray = _Turn()
+        self._serve = _Turn()
         self._server: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -156,7 +168,7 @@ class Supervisor:
         """Raises _Stop and _Restart."""
         if (started := folder() / "ray").exists() and started.read_text() != version("ray"):
             say(f"Ray {started.read_text()} becomes {version('ray')}")
-            self.stop_ray()
+            stop_ray()
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -174,7 +186,7 @@ class Supervisor:
         if not self._ray.due():
             return False
         self.end_server()
-        self.stop_ray()
+        stop_ray()
         say("starting Ray")
         Path(ENVIRONMENT["TMPDIR"]).mkdir(parents=True, exist_ok=True)
         (folder() / "ray").write_text(version("ray"))
@@ -207,16 +219,11 @@ class Supervisor:
             self._server.wait()
             self._server = None
 
-    def stop_ray(self) -> None:
-        command = [program("ray"), "stop", "--grace-period", "5"]
-        subprocess.run(command, env=self._environment, capture_output=True, check=False)
-
 
 class _Turn:
     """When something that has ended may start again."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._wait_s = FIRST_WAIT_S
         self._next_s = 0.0
         self._since_s: float | None = None
@@ -269,7 +276,7 @@ def run() -> int:
     except _Stop:
         say("stopping")
         one.end_server(drain=True)
-        one.stop_ray()
+        stop_ray()
         (folder() / "pid").unlink(missing_ok=True)
     return 0
 
@@ -310,8 +317,7 @@ def _start_unit() -> bool:
     """Makes the supervisor a unit of the user's systemd, and starts it. Returns whether there is such a systemd."""
     if shutil.which("systemctl") is None or not Path("/run/systemd/system").is_dir():
         return False
-    os.environ.setdefault("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
-    unit = Path.home() / ".config/systemd/user" / UNIT
+    unit = unit_file()
     unit.parent.mkdir(parents=True, exist_ok=True)
     unit.write_text(
         f"""\
@@ -333,14 +339,20 @@ WantedBy=default.target
 """
     )
     # Without lingering, the user's systemd would end with the login.
-    commands = (["loginctl", "enable-linger"], ["systemctl", "--user", "daemon-reload"])
-    for command in (*commands, ["systemctl", "--user", "enable", "--now", UNIT]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    commands = ("loginctl enable-linger", "systemctl --user daemon-reload", f"systemctl --user enable --now {UNIT}")
+    for command in commands:
+        done = _to_systemd(command)
         if done.returncode:
-            print(f"without systemd, for {' '.join(command)} failed: {done.stderr.strip()}")
+            print(f"without systemd, for {command} failed: {done.stderr.strip()}")
             unit.unlink()
             return False
     return True
+
+
+def _to_systemd(command: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a command for the user's systemd, which a login over ssh may not know where to find."""
+    os.environ.setdefault("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
+    return subprocess.run(command.split(), capture_output=True, text=True, check=False)
 
 
 def _start_process() -> None:
@@ -373,12 +385,10 @@ def _change_cron(line: str | None) -> bool:
 
 def stop() -> int:
     """Ends the supervisor, `shoal serve` and Ray, at once, and removes what `start` has made."""
-    unit = Path.home() / ".config/systemd/user" / UNIT
-    if unit.exists():
-        os.environ.setdefault("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
-        subprocess.run(["systemctl", "--user", "kill", "--signal=KILL", UNIT], capture_output=True, check=False)
-        subprocess.run(["systemctl", "--user", "disable", "--now", UNIT], capture_output=True, check=False)
-        unit.unlink()
+    if unit_file().exists():
+        _to_systemd(f"systemctl --user kill --signal=KILL {UNIT}")
+        _to_systemd(f"systemctl --user disable --now {UNIT}")
+        unit_file().unlink()
     _change_cron(None)
     if (running := supervisor()) is not None:
         running.suspend()
@@ -386,8 +396,7 @@ def stop() -> int:
         for process in (running, *starting):
             process.kill()
         psutil.wait_procs([running, *starting])
-    command = [program("ray"), "stop", "--grace-period", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = stop_ray()
     shutil.rmtree(folder(), ignore_errors=True)
     if left := processes(HEART["head"]):
         print(done.stdout, done.stderr, f"still runs: {', '.join(map(str, left))}", sep="\n", file=sys.stderr)

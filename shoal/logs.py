@@ -25,11 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster, or auto for this machine's")
     args = parser.parse_args(argv)
 
-    from cluster import logs  # Ray takes seconds to import
+    from cluster import local, logs  # Ray takes seconds to import
 
     try:
         lines = logs.find(args.request_id, args.address)
-    except logs.NoLogs as error:
+    except local.NoCluster as error:
         print(f"shoal logs: {error}", file=sys.stderr)
         return 1
     for line in lines:

@@ -25,11 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pid", type=int, help="the process of `shoal serve`, where several run on this machine")
     args = parser.parse_args(argv)
 
-    from cluster import stop  # Ray takes seconds to import
+    from cluster import local, stop  # Ray takes seconds to import
 
     try:
         print(stop.stop(args.address, args.pid))
-    except stop.NotStopped as error:
+    except (stop.NotStopped, local.NoCluster) as error:
         print(f"shoal stop: {error}", file=sys.stderr)
         return 1
     return 0

@@ -8,12 +8,10 @@ that last longer than any drain, and what clients saw is counted.
 `python -m tests.deploy.kubernetes --stream-s 600 --out FILE` does it with longer streams.
 """
 
-import argparse
 import contextlib
 import csv
 import io
 import itertools
-import json
 import secrets
 import shlex
 import subprocess
@@ -30,19 +28,15 @@ import httpx
 import yaml
 
 from tests.conftest import make_tiny_llama
-from tests.deploy.hosts import Host, Network, missing, network
+from tests.deploy.hosts import Host, Network, network
+from tests.deploy.rehearsal import PROMPT, WAIT_S, command, step_s, undisturbed, until
 from tests.deploy.streams import IMAGE, Clients, Stream
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 600.0
-PROMPT = "streams that last"
 # Of a worker. Two replicas and two routers need both workers; one replica and three routers fit on one. There is room
 # for four replicas and two routers in whatever order they come: the chart would refuse less.
 CPUS = 3
 CPUS_OF = {"cpus_per_rank": 0.95, "cpus_per_router": 0.55}
-# A step's time: twenty tokens a second, as of a large model; with longer streams the context has to suffice.
-STEP_S = 0.05
-CONTEXT = 4000
 STREAM_S = 80.0  # longer than any drain, and than a HAProxy of before a change would live if it were stopped
 
 
@@ -82,17 +76,6 @@ class Pod:
         return self.host.network.ssh(self.host, f"cd; env -i {variables} bash -c {shlex.quote(command)}", check=check)
 
 
-def until(true: Callable[[], Any], what: str, within_s: float = WAIT_S) -> Any:
-    """Polls: what is waited for is another process's doing."""
-    deadline = time.monotonic() + within_s
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            if result := true():
-                return result
-        assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
-        time.sleep(0.1)
-
-
 def render(values: dict[str, Any]) -> dict[str, Any]:
     """The chart's RayService."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
@@ -119,7 +102,7 @@ class Rehearsal:
     pods: dict[str, Pod] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.step_s = max(STEP_S, self.stream_s / CONTEXT)
+        self.step_s = step_s(self.stream_s)
         self.clients = Clients(self.net.enter, PROMPT)
         self.began = time.monotonic()
         self.quiet = threading.Lock()  # held while something that HAProxies count goes on
@@ -298,9 +281,8 @@ class Figures:
         self.failures.append(what)
         self.tell(what)
 
-    def json(self) -> str:
-        told = {name: value for name, value in vars(self).items() if name != "tell"}
-        return json.dumps(told, indent=2)
+    def told(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "tell"}
 
 
 @contextlib.contextmanager
@@ -444,22 +426,6 @@ def look(r: Rehearsal, figures: Figures) -> None:
         figures.haproxy_mb = round(max([figures.haproxy_mb, *sizes]), 1)
 
 
-def undisturbed(model: Path, tokens: int) -> str:
-    """What the model says, computed in this process alone."""
-    from tokenizers import Tokenizer
-
-    from cluster.config import Config
-    from worker.engine.engine import Engine
-    from worker.messages import SamplingParams
-
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    settings: dict[str, Any] = {"model": str(model), "device": "cpu", "kv_tokens": 8192, "cpu_threads": 1}
-    with contextlib.closing(Engine(model, Config(**settings))) as alone:
-        asked = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-        (found,) = alone.generate([tokenizer.encode(PROMPT).ids], asked)
-    return str(tokenizer.decode(found.token_ids))
-
-
 def rehearsed(folder: Path, stream_s: float, drain_s: float, tell: Callable[[str], None] = print) -> Figures:
     """A whole rehearsal in a folder, which must be empty."""
     model = make_tiny_llama(folder / "tiny-llama")
@@ -472,22 +438,7 @@ def rehearsed(folder: Path, stream_s: float, drain_s: float, tell: Callable[[str
             r.clients.close()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stream-s", type=float, default=600.0, help="how long a stream lasts, in seconds")
-    parser.add_argument("--drain-s", type=float, default=5.0, help="the server's drain_s")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
-    args = parser.parse_args()
-    if why := missing():
-        parser.error(why)
-    with tempfile.TemporaryDirectory() as folder:
-        figures = rehearsed(Path(folder), args.stream_s, args.drain_s)
-    text = figures.json()
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        command(str(__doc__), lambda folder, its: rehearsed(folder, its.stream_s, its.drain_s).told(), drain_s=5.0)
+    )

@@ -4,12 +4,10 @@ The files are those of the checkout; only addresses, user and key, the step that
 small machine needs are changed.
 """
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +31,6 @@ printf '%s\\n' ~/shoal {SITE} 'import os; os.environ["SHOAL_STEP_S"] = "SECONDS"
 for p in "ray ray.scripts.scripts" "shoal shoal.cli"; do set -- $p;
 printf '#!%s/shoal-env/bin/python\\nimport sys\\nfrom %s import main\\nsys.exit(main())\\n' ~ $2 > ~/shoal-env/bin/$1;
 chmod +x ~/shoal-env/bin/$1; done; }}"""
-
-
-@dataclass
-class Done:
-    code: int
-    output: str
 
 
 class Operator:
@@ -66,7 +58,7 @@ class Operator:
         small = {"model": str(model), "served_model_name": "tiny", "kv_tokens": 32768, "cpu_threads": 1}
         self.configure(**small, cpus_per_rank=RANK_CPUS, cpus_per_router=ROUTER_CPUS, **settings)
         made = self.run("ray", "get-auth-token", "--generate")
-        assert made.code == 0, made.output
+        assert made.returncode == 0, made.stdout
 
     def configure(self, **settings: Any) -> None:
         """Changes settings of shoal.yaml in the checkout."""
@@ -77,9 +69,9 @@ class Operator:
     def head(self) -> Host:
         return self.network.hosts[0]
 
-    def run(self, *command: str, timeout_s: float = 300.0) -> Done:
+    def run(self, *command: str, timeout_s: float = 300.0) -> "subprocess.CompletedProcess[str]":
         """A command as the operator types it, in the checkout."""
-        done = subprocess.run(
+        return subprocess.run(
             self.network.command(*command),
             cwd=self.checkout,
             env=self._environment(),
@@ -89,9 +81,8 @@ class Operator:
             timeout=timeout_s,
             check=False,
         )
-        return Done(done.returncode, done.stdout)
 
-    def ray(self, verb: str, *arguments: str) -> Done:
+    def ray(self, verb: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """`ray VERB FILE ARGUMENTS`, without questions."""
         yes = ["-y"] if verb in ("up", "down") else []
         return self.run("ray", verb, *yes, FILE, *arguments)
@@ -99,19 +90,6 @@ class Operator:
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY", "PYTHON", "SHOAL"))}
         return kept | {"HOME": str(self.home), "PATH": f"{VENV}/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-
-    def ask(self, host: Host, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-        """Asks the router of a host. Returns the status, 0 if there is none that answers, and the answer."""
-        sent = [] if body is None else ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
-        url = f"http://{host.address}:8000{path}"
-        done = self.run("curl", "--silent", "--max-time", "20", "--write-out", "\n%{http_code}", *sent, url)
-        answer, _, status = done.output.rpartition("\n")
-        return int(status or 0), answer
-
-    def ready(self, host: Host) -> int:
-        """How many replicas the router of a host reaches."""
-        status, answer = self.ask(host, "/ready")
-        return sum(json.loads(answer)["models"].values()) if status == 200 else 0
 
     def log(self) -> str:
         """What the supervisor and `shoal serve` have written on the head."""

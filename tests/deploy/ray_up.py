@@ -4,10 +4,8 @@ The server is changed in every way that an operator or a fault would, under stre
 what clients saw is counted. `python -m tests.deploy.ray_up --stream-s 600 --out FILE` does it with longer streams.
 """
 
-import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import make_tiny_llama
-from tests.deploy.hosts import Host, Network, missing, network
-from tests.deploy.kubernetes import CONTEXT, PROMPT, STEP_S, undisturbed, until
+from tests.deploy.hosts import Host, Network, network
 from tests.deploy.operator import Operator
+from tests.deploy.rehearsal import PROMPT, command, step_s, undisturbed, until
 from tests.deploy.streams import Clients, Stream
 
 STREAM_S = 60.0
@@ -51,7 +49,7 @@ class Rehearsal:
     def __init__(self, net: Network, folder: Path, stream_s: float, tell: Callable[[str], None] = print) -> None:
         self.net = net
         self.figures = Figures()
-        self.step_s = max(STEP_S, stream_s / CONTEXT)
+        self.step_s = step_s(stream_s)
         self.tokens = int(stream_s / self.step_s)
         self.clients = Clients(net.enter, PROMPT)
         self.model = folder / "tiny-llama"
@@ -69,19 +67,19 @@ class Rehearsal:
 
     def up(self) -> None:
         done = self.operator.ray("up")
-        assert done.code == 0, done.output[-5000:]
+        assert done.returncode == 0, done.stdout[-5000:]
 
     def change(self, **settings: Any) -> None:
         """Other numbers, as the page for operators says."""
         self.operator.configure(**settings)
         done = self.operator.ray("rsync-up", SETTINGS, f"~/shoal/{SETTINGS}")
-        assert done.code == 0, done.output[-5000:]
+        assert done.returncode == 0, done.stdout[-5000:]
 
     def on_head(self, command: str) -> str:
         """Runs a command on the head, as the page says. Returns what it prints."""
         done = self.operator.ray("exec", command)
-        assert done.code == 0, done.output[-5000:]
-        return done.output
+        assert done.returncode == 0, done.stdout[-5000:]
+        return done.stdout
 
     def actors(self, deployment: str = "Replica", state: str = "RUNNING") -> dict[str, str]:
         """Those of a deployment, or of all whose names begin so: the id to the host's address."""
@@ -197,7 +195,7 @@ def rehearse(r: Rehearsal) -> Figures:
     assert not r.actors() and "the server was stopped" in r.operator.log()
     r.say("shoal stop")
     done = r.operator.ray("down")
-    assert done.code == 0, done.output[-5000:]
+    assert done.returncode == 0, done.stdout[-5000:]
     for host in r.net.hosts:
         left = [*host.processes().values(), *map(str, host.ports())]
         left += (host.files() | host.volatile()) - before[host.name] - BY_LOGINS
@@ -220,21 +218,5 @@ def rehearsed(folder: Path, stream_s: float, tell: Callable[[str], None] = print
             r.clients.close()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stream-s", type=float, default=600.0, help="how long a stream lasts, in seconds")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
-    args = parser.parse_args()
-    if why := missing():
-        parser.error(why)
-    with tempfile.TemporaryDirectory() as folder:
-        figures = rehearsed(Path(folder), args.stream_s)
-    text = json.dumps(vars(figures), indent=2)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(str(__doc__), lambda folder, its: vars(rehearsed(folder, its.stream_s))))

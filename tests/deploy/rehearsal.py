@@ -1,0 +1,71 @@
+"""What the rehearsals of `ray up` and of the chart have in common: the time that they have, and their command line."""
+
+import argparse
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.deploy.hosts import missing
+
+WAIT_S = 600.0
+PROMPT = "streams that last"
+# A step's time: twenty tokens a second, as of a large model; with longer streams the context has to suffice.
+STEP_S = 0.05
+CONTEXT = 4000
+
+
+def step_s(stream_s: float) -> float:
+    """How long a step takes for streams of this length, in seconds."""
+    return max(STEP_S, stream_s / CONTEXT)
+
+
+def until(true: Callable[[], Any], what: str, within_s: float = WAIT_S) -> Any:
+    """Polls: what is waited for is another process's doing."""
+    deadline = time.monotonic() + within_s
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if result := true():
+                return result
+        assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
+        time.sleep(0.1)
+
+
+def undisturbed(model: Path, tokens: int) -> str:
+    """What the model says, computed in this process alone."""
+    from tokenizers import Tokenizer
+
+    from cluster.config import Config
+    from worker.engine.engine import Engine
+    from worker.messages import SamplingParams
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    settings: dict[str, Any] = {"model": str(model), "device": "cpu", "kv_tokens": 8192, "cpu_threads": 1}
+    with contextlib.closing(Engine(model, Config(**settings))) as alone:
+        asked = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        (found,) = alone.generate([tokenizer.encode(PROMPT).ids], asked)
+    return str(tokenizer.decode(found.token_ids))
+
+
+def command(about: str, rehearsed: Callable[[Path, argparse.Namespace], dict[str, Any]], **options: float) -> int:
+    """A rehearsal as a command: with streams of ten minutes unless it is told another length. `rehearsed` returns the
+    figures, which are printed, and written to a file if one is named. `options`: more of them, with their defaults."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stream-s", type=float, default=600.0, help="how long a stream lasts, in seconds")
+    for name, default in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default, help=f"the server's {name}")
+    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    args = parser.parse_args()
+    if why := missing():
+        parser.error(why)
+    with tempfile.TemporaryDirectory() as folder:
+        text = json.dumps(rehearsed(Path(folder), args), indent=2)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+    return 0
