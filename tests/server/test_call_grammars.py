@@ -24,10 +24,18 @@ from router.formats.families import HARMONY, TOOLS, named
 from router.formats.lexer import Lexer
 from tests.conftest import NIGHTLY
 from worker.structured_output.call_formats import MARKERS
-from worker.structured_output.compilation import after, kept_apart, to_ebnf
+from worker.structured_output.compilation import after, kept_apart
+from worker.structured_output.ebnf import START, to_text
+from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, needs_llguidance
 from worker.structured_output.error import GrammarError
+from worker.structured_output.lark import to_lark
+from worker.structured_output.lazy_grammar import LazyGrammar
+from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
+from worker.structured_output.text_rules import text_rules
 from worker.structured_output.tokens import GrammarVocabulary
-from worker.structured_output.tool_calls import tool_calls_to_ebnf
+from worker.structured_output.tool_calls import tool_call_rules
+
+Matcher = xgrammar.GrammarMatcher | LazyMatcher
 
 # Sets of tools: nine have each way to call with each way to think once.
 SETS, WALKS, MOST_TOKENS = 36 if NIGHTLY else 9, 3, 600
@@ -70,17 +78,26 @@ class WalkedVocabulary:
             self.vocabulary.token_bytes(kept_apart("tool_calls")), xgrammar.VocabType.RAW, stop_token_ids=self.ends
         )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self._lazy = LazyVocabulary(self.vocabulary.lazy_bytes(MARKERS), self.ends)
         self._bitmask = xgrammar.allocate_token_bitmask(1, self.end + 1)
         enders = [token for token in range(self._first_marker) if self._texts[token] in [e.encode() for e in ENDERS]]
         self._enders = np.zeros(self.end + 1, np.uint8)
         self._enders[[*self.ends, *enders, *range(len(alphabet) + len(LONGER), self.end)]] = 1
 
-    def compile(self, ebnf: str, root: str = "root") -> xgrammar.CompiledGrammar:
-        return self._compiler.compile_grammar(ebnf, root_rule_name=root)
+    def compile(self, ebnf: str, root: str = "root") -> Callable[[], Matcher]:
+        grammar = self._compiler.compile_grammar(ebnf, root_rule_name=root)
+        return lambda: xgrammar.GrammarMatcher(grammar)
 
-    def accepts(self, grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+    def compile_calls(self, wanted: dict[str, Any], engine: str = XGRAMMAR) -> Callable[[], Matcher]:
+        """The grammar of an answer by `ToolCalls`, followed by this engine if it can."""
+        rules, start, lexes = tool_call_rules(json.dumps(wanted), self.vocabulary)
+        if lexes and (engine == LLGUIDANCE or needs_llguidance(rules)):
+            return LazyGrammar(to_lark(rules, start), self._lazy).matcher
+        return self.compile(to_text(rules, start))
+
+    def accepts(self, grammar: Callable[[], Matcher], text: str) -> bool:
         """Whether the whole text, cut at markers that are tokens, is one of the grammar's."""
-        matcher = xgrammar.GrammarMatcher(grammar)
+        matcher = grammar()
         added = self.vocabulary.added
         parts = re.split("|".join(f"({re.escape(marker)})" for marker in added), text)
         tokens = [[added[part]] if part in added else self._bytes(part) for part in parts if part]
@@ -90,9 +107,9 @@ class WalkedVocabulary:
     def _bytes(self, text: str) -> list[int]:
         return [self._texts.index(bytes([byte])) for byte in text.encode()]
 
-    def walk(self, grammar: xgrammar.CompiledGrammar, seed: int) -> tuple[str, dict[int, int]] | None:
+    def walk(self, grammar: Callable[[], Matcher], seed: int) -> tuple[str, dict[int, int]] | None:
         """A random text with its marks, or None if it did not end in time. Never runs into a dead end."""
-        matcher = xgrammar.GrammarMatcher(grammar)
+        matcher = grammar()
         chance = random.Random(seed)
         eagerness = chance.choice([0.1, 0.4, 0.8])  # to end strings, lists, everything
         text, rest, marks = "", b"", {}
@@ -149,7 +166,7 @@ def test_every_text_is_valid(name: str, bound: bool, walked: Callable[..., Walke
             "form": {"kind": "json_schema", "text": json.dumps(FORM)} if has_form else None,
         }
         try:
-            grammar = vocabulary.compile(tool_calls_to_ebnf(json.dumps(wanted), vocabulary.vocabulary))
+            grammar = vocabulary.compile_calls(wanted, LLGUIDANCE if number % 2 else XGRAMMAR)
         except GrammarError:
             refused += 1
             continue
@@ -187,7 +204,7 @@ def test_thinking_before_a_text(kind: str, bound: bool, walked: Callable[..., Wa
     """It must be there where the prompt has begun it, and may be there otherwise."""
     vocabulary = walked(("<think>", "</think>"), bound)
     asked = {"regex": "[ab]{2}", "ebnf": 'root ::= after after\nafter ::= "a" | "b"', "choice": '["ab", "ba"]'}[kind]
-    ebnf = to_ebnf(kind, asked, vocabulary.vocabulary)
+    ebnf = asked if kind == "ebnf" else to_text(text_rules(kind, asked), START)
     texts = {"ab", "hm</think>\n\nab", "<think>hm", "a<think></think>b"}
     thought = {"<think>hm</think>\n\nab", "<think>\n</think>ba"}
     for begin, accepted in ((None, {"hm</think>\n\nab"} | thought), ("<think>", {"ab"} | thought)):
@@ -221,7 +238,7 @@ def test_a_text_of_a_form_between_markers(
     if format.thinking is not None:
         thinking = {"begin": format.thinking.begin, "end": format.thinking.end, "open": opens}
     wanted = {"format": name, "tools": [], "thinking": thinking, "form": {"kind": "regex", "text": "[0-9]{2}"}}
-    grammar = vocabulary.compile(tool_calls_to_ebnf(json.dumps(wanted), vocabulary.vocabulary))
+    grammar = vocabulary.compile_calls(wanted)
     assert vocabulary.accepts(grammar, text % "42")
     assert not vocabulary.accepts(grammar, text % "4") and not vocabulary.accepts(grammar, "42")
 
@@ -238,7 +255,7 @@ def test_gemma_writes_bare_keys_and_strings_between_marks(bound: bool, walked: C
     }
     schema = {"type": "object", "properties": properties, "required": ["city"]}
     wanted = {"format": "gemma4", "tools": [{"name": "f", "parameters": schema}], "mode": "required"}
-    grammar = vocabulary.compile(tool_calls_to_ebnf(json.dumps(wanted), vocabulary.vocabulary))
+    grammar = vocabulary.compile_calls(wanted)
     for inside, is_call in (
         ('city:<|"|>Os"lo\n<|"|>', True),
         ('city:<|"|><|"|>,days:[1,<|"|>all<|"|>],<|"|>a:b<|"|>:<|"|>xy<|"|>', True),
@@ -260,8 +277,8 @@ def test_a_refusal_says_which_part_is_at_fault(walked: Callable[..., WalkedVocab
     form = {"kind": "json_schema", "text": '{"contains": {}}'}
     for given, of_text in ({"tools": tools}, False), ({"tools": [{"name": "f"}], "form": form}, True):
         with pytest.raises(GrammarError, match="contains at #") as raised:
-            tool_calls_to_ebnf(json.dumps({"format": "hermes", **given}), vocabulary)
+            tool_call_rules(json.dumps({"format": "hermes", **given}), vocabulary)
         assert raised.value.of_text == of_text
     for wrong in ({"tools": []}, {"tools": [], "form": form, "mode": "required"}):
         with pytest.raises(GrammarError, match="no tool"):
-            tool_calls_to_ebnf(json.dumps({"format": "hermes", **wrong}), vocabulary)
+            tool_call_rules(json.dumps({"format": "hermes", **wrong}), vocabulary)

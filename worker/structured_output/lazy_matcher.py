@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from worker.structured_output.boundary_tokens import BoundaryTokens
+from worker.structured_output.tokens import BY_ID
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +33,12 @@ class LazyVocabulary:
     """A vocabulary as llguidance needs it: built once per process, in 0.35 s for 49,152 tokens."""
 
     def __init__(self, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> None:
-        """`token_bytes`: as `GrammarVocabulary.token_bytes` has them. `end_ids`: tokens that end an output."""
+        """`token_bytes`: as `GrammarVocabulary.lazy_bytes` has them. `end_ids`: tokens that end an output, and are no
+        text."""
         import llguidance
 
-        self.tokens = token_bytes
+        ends = {token_id: BY_ID + token_bytes[token_id].removeprefix(BY_ID) for token_id in end_ids}
+        self.tokens = token_bytes = [ends.get(token_id, text) for token_id, text in enumerate(token_bytes)]
         self.num_tokens = len(token_bytes)
         self.end_ids = list(end_ids)
         ids = {text: token_id for token_id, text in enumerate(token_bytes) if len(text) == 1}

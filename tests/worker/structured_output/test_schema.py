@@ -280,7 +280,6 @@ def test_a_keyword_means_what_it_says(walker, schema, good, bad):
         ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}, "maxProperties at #"),
         ({"type": "object", "patternProperties": {"a": {}}, "propertyNames": {"maxLength": 1}}, "propertyNames at #"),
         ({"properties": {"ab": {}}, "patternProperties": {"^(?=a)": {}}}, "patternProperties at #"),
-        ({"properties": {"a": {}}, "propertyNames": {}, "additionalProperties": {}}, "propertyNames at #"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf at #.*branches 0 and 1"),
         ({"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "type": "object"}, "oneOf at #"),
         ({"$ref": "http://example.com/schema"}, r"\$ref at #: only references into"),
