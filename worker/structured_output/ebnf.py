@@ -294,7 +294,7 @@ class _Writer:
                 inner = self.expression(part)
                 return self._times(lambda n, m: f"({inner}){_bounds(n, m)}", least, most)
             case Intersection(_, what) | UniqueItems(_, what):
-                raise GrammarError(f"{what}: not supported beside calls of tools that have no markers")
+                raise GrammarError(f"{what}: not supported in a grammar of this kind")
             case Complement():
                 raise ValueError("a complement outside of an intersection")
 
