@@ -8,6 +8,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jsonschema import ValidationError
+from jsonschema.validators import extend
+
 from bench.schemas.instances import Maker, Stuck, judge, mutated
 
 _TEXTS = (
@@ -74,7 +77,7 @@ class NaturalMaker(Maker):
         """A text in which the pattern is found, with something around it if there still is."""
         inner = super()._matching(pattern)
         text = self._choose.choice(_AROUND) + inner + self._choose.choice(_AROUND)
-        return text if re.search(pattern, text) else inner
+        return text if _is_found(pattern, text) else inner
 
 
 def _is_within(value: float, low: float | None, high: float | None) -> bool:
@@ -85,18 +88,29 @@ def natural(schema: Any, seed: str, count: int) -> tuple[list[Any], list[Any]]:
     """At most `count` different values that satisfy the schema, and as many that do not, made of these."""
     choose = random.Random(seed)
     validator, maker = judge(schema), NaturalMaker(schema, choose)
+    as_ecma = extend(type(validator), {"pattern": _pattern_of_ecma})(schema, format_checker=validator.format_checker)
     good: dict[str, Any] = {}
     for _ in range(_ATTEMPTS * count):
         if len(good) >= count:
             break
         try:
             value = maker.make(schema, 0)
-            if validator.is_valid(value):
+            if validator.is_valid(value) and as_ecma.is_valid(value):
                 good.setdefault(json.dumps(value), value)
         except (Stuck, RecursionError):
             continue
     bad = [changed for value in good.values() if not validator.is_valid(changed := mutated(value, choose))]
     return list(good.values()), bad
+
+
+def _is_found(pattern: str, text: str) -> bool:
+    r"""Whether ECMA 262 finds the pattern, for which \w and \d are in ASCII, and $ is the end alone."""
+    return re.search(re.sub(r"(?<!\\)\$", r"\\Z", pattern), text, re.ASCII) is not None
+
+
+def _pattern_of_ecma(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[ValidationError]:
+    if isinstance(value, str) and not _is_found(pattern, value):
+        yield ValidationError("the pattern is not found")
 
 
 def is_writable(matcher: Any, value: Any) -> bool:

@@ -10,13 +10,18 @@ tokens cheap. Cost per token inside a string, measured with SmolLM2's vocabulary
 | a rule of rules with a bounded repetition around it | 800 ms |
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from worker.structured_output import regex
 from worker.structured_output.error import GrammarError
 
 START = "start"  # the rule that a grammar begins with
+# Beyond this number of repetitions xgrammar counts at run time instead. Its cached masks are then wrong: they admit
+# tokens that it does not accept.
 _UNROLLED = 128
+_LARGE_COUNT = re.compile(r"\d{3}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +282,8 @@ class _Writer:
             case Terminal(text):
                 return quote(text)
             case Regex(pattern):
+                if _LARGE_COUNT.search(pattern) and regex.counted(pattern)[1] > _UNROLLED:
+                    raise GrammarError(f"more than {_UNROLLED} characters are not counted in a grammar of this kind")
                 return f"Regex({quote(pattern)})"
             case Ref(name):
                 return name
@@ -299,11 +306,7 @@ class _Writer:
                 raise ValueError("a complement outside of an intersection")
 
     def _times(self, piece: Piece, least: int, most: int | None) -> str:
-        """Repetition from `least` to `most` times, in pieces that xgrammar unrolls: `piece(n, m)` repeats n to m times.
-
-        Beyond 128 repetitions xgrammar counts at run time instead. Its cached masks are then wrong: they admit tokens
-        that it does not accept.
-        """
+        """Repetition from `least` to `most` times, in pieces that xgrammar unrolls. `piece(n, m)`: n to m times."""
         if least:
             whole, rest = divmod(least, _UNROLLED)
             parts = [self._wholes(piece, whole, whole)] if whole else []

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from worker.structured_output.ebnf import START, Node, Regex, Repeat, to_text
 from worker.structured_output.lark import needs_lark, nodes
-from worker.structured_output.regex import unrolled
+from worker.structured_output.regex import counted
 from worker.structured_output.unique_places import Place
 
 XGRAMMAR, LLGUIDANCE = "xgrammar", "llguidance"
@@ -72,7 +72,7 @@ def _unrolled(rules: dict[str, Node]) -> int:
     for rule in rules.values():
         for node in nodes(rule):
             if isinstance(node, Repeat) and isinstance(node.part, Regex):
-                found += (node.most or node.least) * unrolled(node.part.pattern)
+                found += (node.most or node.least) * counted(node.part.pattern)[0]
             elif isinstance(node, Regex) and _COUNT.search(node.pattern):
-                found += unrolled(node.pattern)
+                found += counted(node.pattern)[0]
     return found

@@ -19,7 +19,6 @@ from worker.structured_output.charset import Ranges
 from worker.structured_output.ecma import in_python
 from worker.structured_output.error import GrammarError
 
-_MOST_UNROLLED = 128  # beyond, xgrammar counts at run time, which is slow, and wrong with its cache
 _MOST_COPIES = 20_000
 _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _CATEGORIES = {
@@ -41,10 +40,6 @@ _UNSUPPORTED = {
 }
 
 
-class LengthError(GrammarError):
-    """A pattern and limits of length that cannot be one pattern."""
-
-
 Spell = Callable[[Ranges], str | None]
 Items = list[tuple[Any, Any]]
 
@@ -55,19 +50,29 @@ def whole(pattern: str, spell: Spell) -> str | None:
     return _RegexConverter(spell, searches=False).convert(list(_parse(pattern)))
 
 
-def found(pattern: str, spell: Spell, least: int = 0, most: int | None = None) -> str | None:
-    """The notation for texts in which `pattern` is found and which have `least` to `most` characters, or None if there
-    are none. Raises GrammarError; LengthError if lengths and pattern cannot be one pattern."""
+def found(pattern: str, spell: Spell) -> str | None:
+    """The notation for texts in which `pattern` is found, or None if there are none. Raises GrammarError."""
+    return _RegexConverter(spell, searches=True).convert(list(_parse(pattern)))
+
+
+def keeps(pattern: str, least: int, most: int | None) -> bool:
+    """Whether every text in which the pattern is found certainly has `least` to `most` characters."""
     parsed = _parse(pattern)
-    items, (shortest, longest) = list(parsed), parsed.getwidth()
-    if not (_is_anchored(items) and most is not None and longest <= most):
-        longest = op.MAXREPEAT
-    if shortest < least or (most is not None and longest > most):
-        bounded = _bound(items, least, most)
-        if bounded is None:
-            return None
-        items = bounded
-    return _RegexConverter(spell, searches=True).convert(items)
+    shortest, longest = parsed.getwidth()
+    return shortest >= least and (most is None or (_is_anchored(list(parsed)) and longest <= most))
+
+
+def repeated(pattern: str, spell: Spell) -> tuple[str, int, int | None] | None:
+    """Of a pattern of texts of one character, such as ^[a-z]*$: the notation for it, and how often it comes. None for
+    other patterns, and for a character that cannot be written."""
+    items = list(_parse(pattern))
+    if not (_is_anchored(items) and len(items) == 3 and items[1][0] in (op.MAX_REPEAT, op.MIN_REPEAT)):
+        return None
+    least, most, body = items[1][1]
+    if len(body) != 1 or body[0][0] not in (op.IN, op.LITERAL, op.NOT_LITERAL, op.ANY):
+        return None
+    one = spell(_set(body[0]))
+    return None if one is None else (one, int(least), None if most is op.MAXREPEAT else int(most))
 
 
 def of_characters(pattern: str, characters: Ranges) -> str | None:
@@ -96,24 +101,28 @@ def check(pattern: str) -> bool:
     return True
 
 
-def unrolled(pattern: str) -> int:
-    """Number of characters, and of sets of them, in a pattern of the notation: as often as it counts them."""
-    return _unrolled(list(parser.parse(pattern)))
+def counted(pattern: str) -> tuple[int, int]:
+    """Of a pattern of the notation: the number of characters, and of sets of them, each as often as it is counted; and
+    the largest count."""
+    return _counted(list(parser.parse(pattern)))
 
 
-def _unrolled(items: Items) -> int:
-    found = 0
+def _counted(items: Items) -> tuple[int, int]:
+    characters = most = 0
     for kind, value in items:
         if kind is op.BRANCH:
-            found += sum(_unrolled(list(each)) for each in value[1])
+            parts = [(1, list(each)) for each in value[1]]
         elif kind is op.SUBPATTERN:
-            found += _unrolled(list(value[3]))
+            parts = [(1, list(value[3]))]
         elif kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-            times = value[0] if value[1] is op.MAXREPEAT else value[1]
-            found += max(1, int(times)) * _unrolled(list(value[2]))
+            times = max(1, int(value[0] if value[1] is op.MAXREPEAT else value[1]))
+            parts, most = [(times, list(value[2]))], max(most, times)
         else:
-            found += 1
-    return found
+            parts, characters = [], characters + 1
+        for times, part in parts:
+            found, inner = _counted(part)
+            characters, most = characters + times * found, max(most, inner)
+    return characters, most
 
 
 def _parse(pattern: str) -> Any:
@@ -130,16 +139,6 @@ def _parse(pattern: str) -> Any:
 
 def _short(pattern: str) -> str:
     return repr(pattern if len(pattern) <= 80 else pattern[:77] + "...")
-
-
-def _bound(items: Items, least: int, most: int | None) -> Items | None:
-    """Narrows a pattern of one repeated character, such as ^[a-z]*$, to these lengths. None if it has none of them."""
-    if _is_anchored(items) and len(items) == 3 and items[1][0] in (op.MAX_REPEAT, op.MIN_REPEAT):
-        low, high, body = items[1][1]
-        if len(body) == 1 and body[0][0] in (op.IN, op.LITERAL, op.NOT_LITERAL, op.ANY):
-            low, high = max(int(low), least), high if most is None else min(int(high), most)
-            return [items[0], (op.MAX_REPEAT, (low, high, body)), items[2]] if low <= high else None
-    raise LengthError("a pattern cannot be combined with limits of length that it does not keep by itself")
 
 
 def _is_anchored(items: Items) -> bool:
@@ -250,8 +249,7 @@ class _RegexConverter:
         if inner is None or inner == "" or most == 0:
             return "" if least == 0 or inner == "" else None
         atom = f"(?:{inner})"
-        out = _counted(atom, least, least)
-        return out + (f"{atom}*" if most is None else _counted(atom, 0, most - least))
+        return f"{atom}*" if (least, most) == (0, None) else f"{atom}{{{least},{'' if most is None else most}}}"
 
 
 def _either(parts: list[str | None]) -> str | None:
@@ -260,13 +258,6 @@ def _either(parts: list[str | None]) -> str | None:
     if choices[1:] == [""]:
         return f"(?:{choices[0]}){{0,1}}" if choices[0] else ""
     return f"(?:{'|'.join(choices)})" if choices else None
-
-
-def _counted(atom: str, least: int, most: int) -> str:
-    """`atom` from `least` to `most` times, in pieces that are small enough to unroll. `least` must be 0 or `most`."""
-    full, rest = divmod(most, _MOST_UNROLLED)
-    pieces = [_MOST_UNROLLED] * full + [rest] * (rest > 0)
-    return "".join(f"{atom}{{{n if least else 0},{n}}}" for n in pieces)
 
 
 def _set(item: tuple[Any, Any]) -> Ranges:
@@ -282,6 +273,9 @@ def _set(item: tuple[Any, Any]) -> Ranges:
         raise GrammarError(f"a regular expression uses {str(kind).lower()}, which is not supported")
     negated = value[0][0] is op.NEGATE
     admitted: list[tuple[int, int]] = []
+    classes = {_CATEGORIES[detail] for member, detail in value if member is op.CATEGORY}
+    if any((escape, not excluded) in classes for escape, excluded in classes):  # such as [\\s\\S]
+        return () if negated else charset.SCALARS
     for member, detail in value[negated:]:
         if member is op.CATEGORY:
             escape, excluded = _CATEGORIES[detail]

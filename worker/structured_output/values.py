@@ -7,7 +7,7 @@ from typing import Any
 
 from worker.structured_output import decimals, regex
 from worker.structured_output.charset import SCALARS, complement, pattern
-from worker.structured_output.conjunction import Schema
+from worker.structured_output.conjunction import Schema, parts_of
 from worker.structured_output.ebnf import (
     EMPTY,
     NEVER,
@@ -30,6 +30,7 @@ from worker.structured_output.spelling import JSON, Spelling
 _MOST_MULTIPLES = 1_000
 _MOST_STATES = 128  # characters of a string that an automaton of xgrammar counts
 _MOST_COUNTED = 100_000
+_MOST_MATCHED = 4_000  # characters of a string that are counted along with a pattern, by one automaton for both
 _EXACT = 1 << 53  # beyond, doubles are whole numbers, of which they have more digits than their shortest text
 _LARGEST_LIMIT = Fraction(10) ** 100
 
@@ -153,22 +154,23 @@ def string(schema: Schema, at: str, spelling: Spelling = JSON) -> Node:
 
 def inside(form: str | None, expression: str | None, least: int, most: int | None, at: str, spell: Spell) -> list[Node]:
     """What the inside of a string matches: all of the nodes."""
-    found: list[str | None] = []
-    is_counted = False  # whether a pattern keeps to the lengths
-    if form is not None:
-        found.append(regex.whole(form, spell))
-    if expression is not None:
-        try:
-            found.append(regex.found(expression, spell, *((0, None) if form is not None else (least, most))))
-            is_counted = form is None
-        except regex.LengthError:
-            found.append(regex.found(expression, spell))
-        except GrammarError as error:
-            raise KeywordError(f"pattern at {at}: {error}", "pattern", at) from None
-    nodes: list[Node] = [NEVER if each is None else Regex(f"(?:{each})") for each in found]
-    if not is_counted and (least or most is not None):
-        nodes.append(Repeat(Regex(spell(SCALARS) or ""), least, most))
-    return nodes
+    limits = [Repeat(Regex(spell(SCALARS) or ""), least, most)] if least or most is not None else []
+    try:
+        patterns = () if expression is None else parts_of(expression)
+        if form is None and len(patterns) == 1 and (one := regex.repeated(patterns[0], spell)) is not None:
+            atom, low, high = one
+            low, high = max(low, least), most if high is None else high if most is None else min(high, most)
+            return [NEVER if high is not None and low > high else Repeat(Regex(atom), low, high)]
+        found = [regex.found(each, spell) for each in patterns]
+        if form is not None:
+            found.append(regex.whole(form, spell))
+        elif any(regex.keeps(each, least, most) for each in patterns):
+            limits = []
+    except GrammarError as error:
+        raise KeywordError(f"pattern at {at}: {error}", "pattern", at) from None
+    if found and limits and (most or 0) > _MOST_MATCHED >= least:
+        limits = [Repeat(limits[0].part, least, _MOST_MATCHED)]
+    return [*(NEVER if each is None else Regex(f"(?:{each})") for each in found), *limits]
 
 
 def _between_quotes(inside: Node) -> Node:
@@ -176,7 +178,11 @@ def _between_quotes(inside: Node) -> Node:
         return NEVER
     if isinstance(inside, Regex):
         return Regex(f'"{inside.pattern}"')
-    if isinstance(inside, Repeat) and isinstance(inside.part, Regex) and (inside.most or inside.least) <= _MOST_STATES:
+    if (
+        isinstance(inside, Repeat)
+        and isinstance(inside.part, Regex)
+        and max(inside.least, inside.most or 0) <= _MOST_STATES
+    ):
         most = "" if inside.most is None else inside.most
         return Regex(f'"{inside.part.pattern}{{{inside.least},{most}}}"')
     return seq(Terminal('"'), inside, Terminal('"'))

@@ -109,9 +109,9 @@ def test_texts_of_an_expression_match_it(walker, pattern, anchors, seed):
         (r"[^\d]", ["a", "é"], ["1", "٣"]),
         (r"\W", ["-", "。"], ["a", "é", "_"]),
         ("a{2,3}?", ["aa", "aaa"], ["a", "aaaa"]),
-        ("a{130}", ["a" * 130], ["a" * 129, "a" * 131]),
-        ("(?:ab){126,260}", ["ab" * 126, "ab" * 260, "ab" * 200], ["ab" * 125, "ab" * 261]),
-        ("x{129,}", ["x" * 129, "x" * 400], ["x" * 128]),
+        ("a{120}", ["a" * 120], ["a" * 119, "a" * 121]),
+        ("(?:ab){6,60}", ["ab" * 6, "ab" * 60, "ab" * 20], ["ab" * 5, "ab" * 61]),
+        ("x{12,}", ["x" * 12, "x" * 40], ["x" * 11]),
         ("[][^-]+", ["][^-"], ["a"]),
         (r"\x41\u00e9\U0001F600\t", ["Aé😀\t"], ["A"]),
         ("(?:a?){3}", ["", "aaa"], ["aaaa"]),
@@ -125,6 +125,12 @@ def test_an_expression_matches_the_whole(walker, pattern, matching, other):
         assert re.fullmatch(pattern, text)
     for text in other:
         assert not walker.accepts(converted, text), text
+
+
+def test_large_counts_are_not_for_xgrammar():
+    with pytest.raises(GrammarError, match="128"):
+        ebnf(plain("(?:ab){126,260}"))
+    assert regex.counted(plain("(?:ab){126,260}c|[a-z]d{3,}")) == (2 * 260 + 1 + 1 + 3, 260)
 
 
 @pytest.mark.parametrize(
@@ -233,30 +239,32 @@ def test_escapes_are_those_of_the_characters(walker, characters):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "least", "most", "good", "bad"),
+    ("pattern", "expected"),
     [
-        ("^[a-z]+$", 2, 4, ["ab", "abcd"], ["a", "abcde"]),
-        ("^[a-z]*$", 0, 3, ["", "abc"], ["abcd"]),
-        ("^a{2,}$", 0, 3, ["aa", "aaa"], ["a", "aaaa"]),
-        (r"^\d{3}$", 1, 5, ["123"], ["12"]),
-        ("^.*$", 3, None, ["abc", '"\\x'], ["ab"]),
-        ("^ab", 1, None, ["ab", "abc"], ["a"]),
+        ("^[ab]+$", ("[a-b]", 1, None)),
+        ("^x{2,5}$", ("x", 2, 5)),
+        ("^[ab]+", None),
+        ("^[ab]+c$", None),
+        ("[ab]*", None),
+        ("^(ab)*$", None),
     ],
 )
-def test_lengths_narrow_a_repeated_character(walker, pattern, least, most, good, bad):
-    grammar = quoted(regex.found(pattern, JSON.one, least, most))
-    assert all(walker.accepts(grammar, json.dumps(text)) for text in good)
-    assert not any(walker.accepts(grammar, json.dumps(text)) for text in bad)
+def test_one_character_again_and_again(pattern, expected):
+    assert regex.repeated(pattern, JSON.one) == expected
 
 
-def test_lengths_that_an_expression_has_none_of(walker):
-    assert regex.found("^[a-z]{1,2}$", JSON.one, 5, None) is None
-
-
-@pytest.mark.parametrize("pattern", ["^[a-z]+-[a-z]+$", "[a-z]"])
-def test_lengths_that_an_expression_does_not_keep_are_told(pattern):
-    with pytest.raises(regex.LengthError):
-        regex.found(pattern, JSON.one, 0, 5)
+@pytest.mark.parametrize(
+    ("pattern", "least", "most", "expected"),
+    [
+        ("^[a-z]{2}-[0-9]$", 1, 5, True),
+        ("^[a-z]{2}-[0-9]$", 5, None, False),
+        ("[a-z]{2}", 2, None, True),
+        ("[a-z]{2}", 0, 5, False),
+        ("^a+b$", 0, 5, False),
+    ],
+)
+def test_lengths_that_an_expression_keeps_to(pattern, least, most, expected):
+    assert regex.keeps(pattern, least, most) == expected
 
 
 # ---------------------------------------------------------------- sets of characters
