@@ -66,7 +66,7 @@ TIMEOUT_S = 10.0
 _AT_ONCE = 32  # answers
 _MOST_TOKENS = 256  # of an answer; most that end have fewer than half of it
 _SHOWN = 12
-_NATURAL = 48  # values of a schema
+_NATURAL = 40  # values of a schema
 _MADE = 200  # schemas
 
 

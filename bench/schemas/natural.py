@@ -5,7 +5,7 @@ numbers. Grammars must be able to write all of them, the order of members and sp
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jsonschema import ValidationError
@@ -114,41 +114,59 @@ def _pattern_of_ecma(validator: Any, pattern: str, value: Any, schema: Any) -> I
 
 
 def is_writable(matcher: Any, value: Any) -> bool:
-    """Whether a grammar allows the value in JSON, with its members in any order. `matcher`: at its beginning."""
-    return any(matcher.is_completed() for _ in _ways(matcher, value, ""))
+    """Whether a grammar allows the value in JSON, with its members in some order. `matcher`: at its beginning."""
+    if matcher.accept_string(json.dumps(value, ensure_ascii=False)):
+        return bool(matcher.is_completed())
+    return _Writer(matcher).writes(value) and bool(matcher.is_completed())
 
 
-def _ways(matcher: Any, value: Any, before: str) -> Iterator[None]:
-    """Writes `before` and the value in every way that the grammar allows, and takes each back after it."""
-    if isinstance(value, dict) and value:
-        yield from _written(matcher, before + "{", lambda: _members(matcher, value, list(value)))
-    elif isinstance(value, list) and value:
-        yield from _written(matcher, before + "[", lambda: _items(matcher, value, 0))
-    else:
-        yield from _written(matcher, before + json.dumps(value, ensure_ascii=False), lambda: iter([None]))
+class _Writer:
+    """Writes one value. Members come in the order in which the grammar has them: one that leads past others, which
+    could have come before, is not next."""
 
+    def __init__(self, matcher: Any) -> None:
+        self._matcher, self._steps = matcher, 0
 
-def _written(matcher: Any, text: str, rest: Callable[[], Iterator[None]]) -> Iterator[None]:
-    if matcher.accept_string(text):
-        yield from rest()
-        matcher.rollback(1)
+    def writes(self, value: Any, before: str = "") -> bool:
+        if isinstance(value, dict) and value:
+            return self._takes(before + "{") and self._members(value) and self._takes("}")
+        if isinstance(value, list) and value:
+            items = (self.writes(each, ", " if i else "") for i, each in enumerate(value))
+            return self._takes(before + "[") and all(items) and self._takes("]")
+        return self._takes(before + json.dumps(value, ensure_ascii=False))
 
+    def _members(self, value: dict[str, Any]) -> bool:
+        names = {name: json.dumps(name, ensure_ascii=False) + ": " for name in value}
+        before = ""
+        while names:
+            possible = [name for name, text in names.items() if self._could(before + text)]
+            now = self._steps
+            for name in possible:
+                written = self.writes(value[name], before + names[name])
+                if written and all(self._could(", " + names[each]) for each in possible if each != name):
+                    break
+                self._back(now)
+            else:
+                return False
+            del names[name]
+            before = ", "
+        return True
 
-def _members(matcher: Any, value: dict[str, Any], left: list[str]) -> Iterator[None]:
-    if not left:
-        yield from _written(matcher, "}", lambda: iter([None]))
-    for name in left:
-        begin = ", " * (len(left) < len(value)) + json.dumps(name, ensure_ascii=False) + ": "
-        for _ in _ways(matcher, value[name], begin):
-            yield from _members(matcher, value, [each for each in left if each != name])
+    def _takes(self, text: str) -> bool:
+        taken = bool(self._matcher.accept_string(text))
+        self._steps += taken
+        return taken
 
+    def _could(self, text: str) -> bool:
+        now = self._steps
+        could = self._takes(text)
+        self._back(now)
+        return could
 
-def _items(matcher: Any, value: list[Any], at: int) -> Iterator[None]:
-    if at == len(value):
-        yield from _written(matcher, "]", lambda: iter([None]))
-        return
-    for _ in _ways(matcher, value[at], ", " if at else ""):
-        yield from _items(matcher, value, at + 1)
+    def _back(self, steps: int) -> None:
+        if self._steps > steps:
+            self._matcher.rollback(self._steps - steps)
+            self._steps = steps
 
 
 # ---------------------------------------------------------------- schemas

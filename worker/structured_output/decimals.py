@@ -14,8 +14,8 @@ from typing import NamedTuple
 _MOST_PLACES = 40  # of limits, after the point, that texts without exponent are compared with
 _EXACT = 1 << 53  # whole numbers up to this are doubles
 _DISTANCE_DIGITS = 15  # significant digits in which a number differs from a limit that excludes it
-_LEAST_POSITIVE = Fraction(1, 10**300)
-_LARGEST_EXPONENT = 307  # so that no reader comes to infinity
+_LEAST_POSITIVE = Fraction(5, 10**324)  # that no double is less than
+_LEAST_EXPONENT, _LARGEST_EXPONENT = -324, 307  # so that no reader comes to zero, or to infinity
 _LARGEST = r"1\.7976931348623157[eE]\+{0,1}308"  # which some schemas and programs mean by "no limit"
 
 ANY_NUMBER = (
@@ -259,7 +259,7 @@ def _scientific(wanted: _Range) -> list[str]:
     if wanted.high is not None and (wanted.high < wanted.low or wanted.high == 0):
         return []
     out: list[str] = []
-    first = None if wanted.low == 0 else max(_exponent(wanted.low), -300)
+    first = None if wanted.low == 0 else max(_exponent(wanted.low), _LEAST_EXPONENT)
     last = _LARGEST_EXPONENT if wanted.high is None else min(_exponent(wanted.high), _LARGEST_EXPONENT)
     for exponent in sorted({each for each in (first, last) if each is not None and each <= _LARGEST_EXPONENT}):
         ten = Fraction(10) ** exponent

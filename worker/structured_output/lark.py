@@ -79,7 +79,7 @@ class _LarkWriter:
         """The text of a node, as a part of a rule."""
         if node == Terminal("") or node == Seq(()):
             return '""'
-        node = self._with_texts(node)
+        node = self._with_texts(node) if self._texts else node
         if _is_regular(node):
             written = _regular(node)
             if not _may_be_empty(node):
