@@ -282,3 +282,74 @@ def test_a_refusal_says_which_part_is_at_fault(walked: Callable[..., WalkedVocab
     for wrong in ({"tools": []}, {"tools": [], "form": form, "mode": "required"}):
         with pytest.raises(GrammarError, match="no tool"):
             tool_call_rules(json.dumps({"format": "hermes", **wrong}), vocabulary)
+
+
+HARD = 'She said "go" to C:\\tmp\\x.\n\tThen: <b>a < b</b> & 😀 é </parameter </p> <parameter>'
+HARD_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 300},
+        "path": {"type": "string", "pattern": "^/|\\\\", "minLength": 5, "maxLength": 600},
+        "any": {"type": "string", "pattern": r"\S", "not": {"const": "x"}},
+        "id": {"type": "integer", "minimum": 1},
+        "items": {"type": "array", "items": {"type": "string", "maxLength": 100, "pattern": "<|a"}},
+    },
+    "required": ["text", "path", "any", "id", "items"],
+    "additionalProperties": False,
+}
+HARD_VALUES = {"text": HARD, "path": f"/usr {HARD}", "any": HARD, "id": 1234567890123456789, "items": [HARD, "<a>"]}
+TOO_LONG = {**HARD_VALUES, "text": HARD * 5}
+TOO_SHORT = {**HARD_VALUES, "path": "/usr"}
+NOT_FOUND = {**HARD_VALUES, "items": ["b"]}
+
+
+def in_json(values: dict[str, Any]) -> str:
+    return json.dumps(values, ensure_ascii=False)
+
+
+def in_tags(before: str, between: str, after: str) -> Callable[[dict[str, Any]], str]:
+    return lambda values: "".join(
+        f"{before}{name}{between}{value if isinstance(value, str) else in_json(value)}{after}"
+        for name, value in values.items()
+    )
+
+
+def in_python(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={in_json(value)}" for name, value in values.items())
+
+
+CALLS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "hermes": ('<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>', in_json),
+    "llama3_json": ('{"name": "f", "parameters": %s}', in_json),
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n%s</function>\n</tool_call>",
+        in_tags("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    "glm45": ("<tool_call>f\n%s</tool_call>", in_tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=f>\n%s</function>\n</seed:tool_call>",
+        in_tags("<parameter=", ">", "</parameter>\n"),
+    ),
+    "pythonic": ("[f(%s)]", in_python),
+}
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["characters", "tokens"])
+@pytest.mark.parametrize("mode", ["required", "auto"])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_hold_what_documents_hold(
+    name: str, mode: str, bound: bool, walked: Callable[..., WalkedVocabulary]
+) -> None:
+    """Quotes, escapes, line ends, markup, long numbers, where strings have limits; and nothing beyond the limits."""
+    around, write = CALLS[name]
+    format = named(name, None)
+    pieces = format.tools.pieces if format.tools is not None else ()
+    vocabulary = walked(tuple(marker for marker in MARKERS if marker in (*format.markers, *pieces)), bound)
+    tools = [{"name": "f", "parameters": HARD_SCHEMA, "strict": True}]
+    grammar = vocabulary.compile_calls({"format": name, "tools": tools, "mode": mode})
+    assert vocabulary.accepts(grammar, around % write(HARD_VALUES))
+    for wrong in (TOO_LONG, TOO_SHORT, NOT_FOUND):
+        assert not vocabulary.accepts(grammar, around % write(wrong)), wrong
+    if "arg_" not in around and "(" not in around and name != "llama3_json":
+        text = dict(HARD_VALUES, any="a</parameter>b" if "%s</function" in around else "x")
+        assert not vocabulary.accepts(grammar, around % write(text))
