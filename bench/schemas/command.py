@@ -66,8 +66,8 @@ TIMEOUT_S = 10.0
 _AT_ONCE = 32  # answers
 _MOST_TOKENS = 256  # of an answer; most that end have fewer than half of it
 _SHOWN = 12
-_NATURAL = 40  # values of a schema
-_MADE = 200  # schemas
+_NATURAL, _NATURAL_OF_MADE = 12, 48  # values of a schema
+_MADE = 400  # schemas
 
 
 class Corpus:
@@ -189,7 +189,8 @@ def ours(found: Corpus) -> tuple[Tally, list[Figure], dict[str, Any]]:
         for number in range(_MADE if found.schemas else 0):
             made_one = made_schema(number)
             future = compiler.submit(Grammar("json_schema", json.dumps(made_one)))
-            values.add(f"made {number}", made_one, None if future.exception() else future.result())
+            made_grammar = None if future.exception() else future.result()
+            values.add(f"made {number}", made_one, made_grammar, _NATURAL_OF_MADE)
         tally.invalid_accepted += values.invalid_accepted
         tally.invalid += values.invalid
         times = sorted(cpu_ms.values())
@@ -216,9 +217,9 @@ class Natural:
         self.refused: list[tuple[str, str]] = []
         self.invalid_accepted: list[tuple[str, str]] = []
 
-    def add(self, name: str, schema: Any, compiled: CompiledGrammar | None) -> None:
+    def add(self, name: str, schema: Any, compiled: CompiledGrammar | None, count: int = _NATURAL) -> None:
         """Counts the values of one schema. `compiled`: None if it is refused."""
-        good, bad = natural(schema, name, _NATURAL)
+        good, bad = natural(schema, name, count)
         self.values += len(good)
         if compiled is None:
             self.refused += [(name, json.dumps(each)) for each in good]

@@ -33,7 +33,7 @@ from worker.structured_output.lazy_grammar import LazyGrammar
 from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
 from worker.structured_output.markers import Speller
 from worker.structured_output.relaxation import Relaxed
-from worker.structured_output.schema import schema_places
+from worker.structured_output.schema import schema_grammar, schema_places
 from worker.structured_output.serialised import serialised
 from worker.structured_output.text_rules import text_rules
 from worker.structured_output.tokens import GrammarVocabulary
@@ -49,13 +49,14 @@ _TRIALS = 3
 
 
 class CompiledBytes(NamedTuple):
-    """A compiled grammar: for which engine, as `serialised` or `to_lark` writes it, the places of unique items, and
-    what of its schema it leaves out."""
+    """A compiled grammar: for which engine, as `serialised` or `to_lark` writes it, the places of unique items, what of
+    its schema it leaves out, and where it is narrower."""
 
     engine: str
     data: bytes
     places: list[Place]
     not_enforced: list[str]
+    narrowed: list[str]
 
 
 def after(marker: str, begin: str | None, ebnf: str, vocabulary: GrammarVocabulary) -> tuple[str, str]:
@@ -108,14 +109,16 @@ class Compilation:
         self, kind: str, text: str, marker: str | None = None, begin: str | None = None, *, strict: bool = True
     ) -> CompiledBytes:
         """Compiles a `messages.Grammar`, whose `after` is `marker`. Raises GrammarError or MemoryError."""
-        not_enforced, lexes = list[str](), True
+        not_enforced, narrowed, lexes = list[str](), list[str](), True
         try:
             if kind == "ebnf":
                 return self._of_client(text, marker, begin)
             if not strict and kind == "json_schema":
                 relaxed = Relaxed(text)
-                text, not_enforced, rules = json.dumps(relaxed.schema), relaxed.not_enforced, relaxed.rules
-                start = START
+                text, not_enforced, narrowed = json.dumps(relaxed.schema), relaxed.not_enforced, relaxed.narrowed
+                rules, start = relaxed.rules, START
+            elif kind == "json_schema":
+                (rules, narrowed), start = schema_grammar(text), START
             elif kind == "tool_calls":
                 rules, start, lexes = tool_call_rules(text, self._vocabulary)
             elif kind in TEXT_KINDS:
@@ -128,7 +131,7 @@ class Compilation:
                 found = self._marked(rules, start, kind, lexes=lexes)
             else:
                 found = self._with_rules(rules, schema_places(text) if unique_items(rules) else [])
-            return found._replace(not_enforced=not_enforced)
+            return found._replace(not_enforced=not_enforced, narrowed=narrowed)
         except RecursionError:
             raise GrammarError("the grammar is nested too deeply") from None
 
@@ -136,14 +139,14 @@ class Compilation:
         """Compiles a grammar in the client's own words."""
         if not is_lark(text):
             ebnf, root = (text, "root") if marker is None else after(marker, begin, text, self._vocabulary)
-            return CompiledBytes(XGRAMMAR, self._with_xgrammar("ebnf", ebnf, root), [], [])
+            return CompiledBytes(XGRAMMAR, self._with_xgrammar("ebnf", ebnf, root), [], [], [])
         if marker is not None:
             raise GrammarError(
                 "a grammar in Lark cannot follow the model's thinking: turn thinking off, or write rules in EBNF, "
                 'such as root ::= "a"'
             )
         lark = self._with_llguidance(client_lark(text), self._lazy[False], [], lark_error)
-        return CompiledBytes(LLGUIDANCE, lark, [], [])
+        return CompiledBytes(LLGUIDANCE, lark, [], [], [])
 
     def check(self, text: str) -> bytes:
         """The `AnswerVerdict` on an `AnswerToCheck`, both as JSON."""
@@ -156,9 +159,9 @@ class Compilation:
             ebnf = to_text(rules, START)
             found = in_fork(lambda: self._with_xgrammar("", ebnf, "root"), XGRAMMAR_CPU_S, XGRAMMAR_BYTES)
             if found is not None:
-                return CompiledBytes(XGRAMMAR, found, [], [])
+                return CompiledBytes(XGRAMMAR, found, [], [], [])
         lark = self._with_llguidance(to_lark(rules, START), self._lazy[False], places, _readable)
-        return CompiledBytes(LLGUIDANCE, lark, places, [])
+        return CompiledBytes(LLGUIDANCE, lark, places, [], [])
 
     def _marked(self, rules: dict[str, Node], start: str, kind: str, *, lexes: bool) -> CompiledBytes:
         """Compiles rules in which markers stand apart from text. xgrammar, whose masks of free text cost nothing,
@@ -168,9 +171,9 @@ class Compilation:
             raise GrammarError(f"{found.what} is not supported in calls of tools, and after thinking")
         lexes = lexes and can_follow_markers(rules, self._vocabulary.ids_apart(MARKERS))
         if not lexes or not needs_llguidance(rules):
-            return CompiledBytes(XGRAMMAR, self._with_xgrammar(kind, to_text(rules, start), "root"), [], [])
+            return CompiledBytes(XGRAMMAR, self._with_xgrammar(kind, to_text(rules, start), "root"), [], [], [])
         lark = self._with_llguidance(to_lark(rules, start), self._lazy[True], [], _readable)
-        return CompiledBytes(LLGUIDANCE, lark, [], [])
+        return CompiledBytes(LLGUIDANCE, lark, [], [], [])
 
     def _with_llguidance(
         self, lark: str, vocabulary: LazyVocabulary, places: list[Place], readable: Callable[[str], str]

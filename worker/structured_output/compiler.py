@@ -173,7 +173,13 @@ class GrammarCompiler:
             # them.
             size_bytes = len(found.text)
         compiled = CompiledGrammar(
-            handle, grammar.kind, size_bytes, engine=found.engine, cpu_s=found.cpu_s, not_enforced=found.not_enforced
+            handle,
+            grammar.kind,
+            size_bytes,
+            engine=found.engine,
+            cpu_s=found.cpu_s,
+            not_enforced=found.not_enforced,
+            narrowed=found.narrowed,
         )
         with self._room:
             self._bytes += compiled.size_bytes

@@ -46,6 +46,7 @@ class CompiledText(NamedTuple):
     | `places` | places of unique items in the values of the grammar, as `unique_places` returns them |
     | `cpu_s` | CPU time that the grammar has taken, with attempts that led nowhere |
     | `not_enforced` | keywords of the schema, with their places, that the grammar leaves out |
+    | `narrowed` | those of which the grammar does not have all values |
     """
 
     engine: str
@@ -53,6 +54,7 @@ class CompiledText(NamedTuple):
     cpu_s: float
     places: Sequence[Place] = ()
     not_enforced: Sequence[str] = ()
+    narrowed: Sequence[str] = ()
 
 
 def engine_for(rules: dict[str, Node]) -> tuple[str, ...]:

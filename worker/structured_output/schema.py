@@ -24,10 +24,10 @@ published schemas its grammars accepted 20 of 778 instances that do not fit, and
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
@@ -74,13 +74,25 @@ def schema_to_ebnf(text: str) -> str:
     return to_text(schema_rules(text), START)
 
 
+class SchemaGrammar(NamedTuple):
+    """The rules of a JSON schema, from `START` on, and where its grammar is narrower: keywords with their places."""
+
+    rules: dict[str, Node]
+    narrowed: list[str]
+
+
 def schema_rules(text: str) -> dict[str, Node]:
     """The rules of the JSON schema `text`, from `START` on. Raises GrammarError."""
+    return schema_grammar(text).rules
+
+
+def schema_grammar(text: str) -> SchemaGrammar:
+    """The grammar of the JSON schema `text`. Raises GrammarError."""
     schema = parsed(text)
     try:
         with refusals():
             converter = SchemaConverter(schema)
-            return converter.rules(converter.whole)
+            return SchemaGrammar(converter.rules(converter.whole), converter.narrowed)
     except GrammarError as error:
         raise GrammarError(drafts.remark(schema, str(error))) from None
 
@@ -155,12 +167,19 @@ class SchemaConverter:
         self._prefix = prefix
         self._names: dict[str, str] = {}
         self._places: dict[str, str] = {}
+        self._narrowed: dict[str, None] = {}
         self._rules = values.common_rules(spelling) if rules is None else rules
 
     @property
     def root(self) -> Any:
         """The whole schema, in the words of 2020-12."""
         return self._root
+
+    @property
+    def narrowed(self) -> list[str]:
+        """Keywords, with their places, of which the grammar does not have all values. `other members`: those that an
+        object's schema does not name and does not speak of."""
+        return [*self._narrowed, *self.combinations.narrowed_at]
 
     @property
     def whole(self) -> Node:
@@ -250,10 +269,16 @@ class SchemaConverter:
                 return Alt(tuple(map(Terminal, self._spelling.words[:2])))
             case "null":
                 return Terminal(self._spelling.words[2])
+        if type_ == "number":
+            self._narrow([key for key in ("exclusiveMinimum", "exclusiveMaximum") if key in schema], at)
         number = values.number(schema, at, whole=type_ == "integer")
         return values.distinct_number(number) if self._distinct else number
 
+    def _narrow(self, keywords: Iterable[str], at: str) -> None:
+        self._narrowed |= {f"{keyword} at {at}": None for keyword in keywords}
+
     def _string(self, schema: Schema, at: str) -> Node:
+        self._narrow(values.narrowed_of_string(schema), at)
         return self._one_way(values.string(schema, at, self._spelling))
 
     def _name(self, name: str) -> Node:
@@ -289,6 +314,7 @@ class SchemaConverter:
                 raise KeywordError(
                     f"uniqueItems at {at} is not supported: there may be too few different items", "uniqueItems", at
                 )
+        self._narrow(["uniqueItems"], at)
         self._rules |= values.distinct_rules()
         before, self._distinct = self._distinct, True
         array = self._any_items(prefix, items, least, most, at)
@@ -415,6 +441,7 @@ class SchemaConverter:
         schema of the values with its place."""
         names = {each: values.found_name(each, at, self._spelling) for each in patterns}
         many = len(patterns) > _MOST_PATTERNS_TOLD_APART
+        self._narrow(["patternProperties"] * many + ["other members"] * (more is None), at)
         for kind in [
             kind for size in range(1, 2 if many else len(patterns) + 1) for kind in combinations(patterns, size)
         ]:

@@ -201,7 +201,9 @@ class _Answer:
         more = Repeat(seq(node(*format.separator), self.rule("call", self.call(format.before))), 0, None)
         rest = seq(more if self.wanted.parallel else EMPTY, node(*format.closing))
         calls: list[Node] = []
-        for begin in ([_LINE_ENDS], *([[_LINE_ENDS, tag]] if (tag := self._tag()) != EMPTY else [])):
+        tag = self._tag()
+        begins: list[Text] = [(_LINE_ENDS,), *([] if tag == EMPTY else [(_LINE_ENDS, tag)])]
+        for begin in begins:
             calls += [
                 seq(
                     node(*begin, *format.opening, *format.before, tool.name, *format.between),

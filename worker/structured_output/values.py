@@ -152,6 +152,14 @@ def string(schema: Schema, at: str, spelling: Spelling = JSON) -> Node:
         raise KeywordError(str(error), "pattern" if expression is not None else keywords[-1], at) from None
 
 
+def narrowed_of_string(schema: Schema) -> list[str]:
+    """The keywords of a string of which not all values can be written."""
+    form, most = schema.get("format"), schema.get("maxLength", 0)
+    is_matched = "pattern" in schema or form in FORMATS
+    found = ["format"] if form in FORMATS else []
+    return found + ["maxLength"] * (most > (_MOST_MATCHED if is_matched else _MOST_COUNTED))
+
+
 def inside(form: str | None, expression: str | None, least: int, most: int | None, at: str, spell: Spell) -> list[Node]:
     """What the inside of a string matches: all of the nodes."""
     limits = [Repeat(Regex(spell(SCALARS) or ""), least, most)] if least or most is not None else []
