@@ -110,7 +110,8 @@ def natural(schema: Any, seed: str, count: int) -> tuple[list[Any], list[Any]]:
 
 def _is_found(pattern: str, text: str) -> bool:
     r"""Whether ECMA 262 finds the pattern, for which \w and \d are in ASCII, and $ is the end alone."""
-    return re.search(re.sub(r"(?<!\\)\$", r"\\Z", pattern), text, re.ASCII) is not None
+    at_end = re.sub(r"(?<!\\)\$(?=$|\||\))", r"\\Z", pattern)
+    return re.search(at_end, text, re.ASCII) is not None
 
 
 def _pattern_of_ecma(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[ValidationError]:

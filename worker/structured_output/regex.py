@@ -12,6 +12,7 @@ import re._parser as parser
 import warnings
 from collections.abc import Callable
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from worker.structured_output import charset
@@ -44,12 +45,14 @@ Spell = Callable[[Ranges], str | None]
 Items = list[tuple[Any, Any]]
 
 
+@lru_cache(512)  # schemas ask for the same formats and patterns many times
 def whole(pattern: str, spell: Spell) -> str | None:
     """The notation for texts that match `pattern` as a whole, or None if no text does. `spell`: a pattern of one
     character of a set, None if it has none that can be written. Raises GrammarError."""
     return _RegexConverter(spell, searches=False).convert(list(_parse(pattern)))
 
 
+@lru_cache(512)
 def found(pattern: str, spell: Spell) -> str | None:
     """The notation for texts in which `pattern` is found, or None if there are none. Raises GrammarError."""
     return _RegexConverter(spell, searches=True).convert(list(_parse(pattern)))
@@ -101,6 +104,7 @@ def check(pattern: str) -> bool:
     return True
 
 
+@lru_cache(512)
 def counted(pattern: str) -> tuple[int, int]:
     """Of a pattern of the notation: the number of characters, and of sets of them, each as often as it is counted; and
     the largest count."""
