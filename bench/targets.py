@@ -99,6 +99,7 @@ TARGETS: dict[str, Target] = {
     "schemas.accepted": Target(None, 1, 0.95),
     "schemas.invalid_accepted": Target(None, 0, 0),
     "schemas.valid_refused": Target(None, 0, 0.05),
+    "schemas.natural.accepted": Target(None, 1, 0.99),
     "schemas.compile.p50_ms": Target(None, None, 50),
     "schemas.compile.p99_ms": Target(None, None, 2000),
     "schemas.mask_us_per_sequence": Target(None, None, 60),

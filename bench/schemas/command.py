@@ -182,10 +182,12 @@ def ours(found: Corpus) -> tuple[Tally, list[Figure], dict[str, Any]]:
             accepted = frozenset(text for text, way in ways.items() if allows(compiled, way))
             tally.add(each.name, made, GrammarVerdict(None, accepted))
             growth = max(growth, (psutil.Process().memory_info().rss - before) / 2**20)
-            values.add(each.name, each.schema, compiled)
             good = [ways[text] for text in made.valid if text in accepted]
             if good and len(walked) < 2 * BATCH:
                 walked.append((compiled, good))
+        for each in found.schemas:  # only now: long texts make the automata grow
+            if each.name not in tally.refusals:
+                values.add(each.name, each.schema, compiler.submit(Grammar("json_schema", each.text)).result())
         for number in range(_MADE if found.schemas else 0):
             made_one = made_schema(number)
             future = compiler.submit(Grammar("json_schema", json.dumps(made_one)))
