@@ -18,7 +18,7 @@ from tests.deploy.rehearsal import ROOT, VENV
 from tests.deploy.streams import IMAGE
 
 SITE = Path(next(path for path in sys.path if path.endswith("site-packages")))
-LEFT_OUT = ("bench/results", "tests", "docs")  # of the checkout: nothing of them is installed
+LEFT_OUT = ("bench/results/", "tests/", "docs/")  # of the checkout: nothing of them is installed
 FILE = "cluster/ray/machines.yaml"
 # Two replicas and two routers fit on a machine of two CPUs, three replicas do not.
 RANK_CPUS, ROUTER_CPUS = 0.6, 0.25
