@@ -268,7 +268,8 @@ def _model_routes(models: Models) -> APIRouter:
         """The tokens of a text or of a conversation."""
         service, body, size = await models.read(request, TokenizeRequest)
         tokens = await service.in_thread(size, _tokens, service, body)
-        return _json(TokenizeResponse(tokens, len(tokens), service.context_length))
+        spelled = service.tokenizer.spelled(tokens) if body.return_token_strs else None
+        return _json(TokenizeResponse(tokens, len(tokens), service.context_length, spelled))
 
     @routes.post(
         "/detokenize",
@@ -327,6 +328,7 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
         """The version of Shoal."""
         return _json(Version(version))
 
+    @routes.head("/metrics", include_in_schema=False)
     @routes.get("/metrics", responses={200: {"description": "the metrics", "content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
@@ -378,15 +380,13 @@ def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
         raise invalid("Send either 'prompt' or 'messages'.", "prompt")
     tokenizer = service.tokenizer
     if body.prompt is not None:
-        if body.add_generation_prompt:
-            raise invalid("'add_generation_prompt' is for 'messages'.", "add_generation_prompt")
-        if body.chat_template_kwargs:
-            raise invalid("'chat_template_kwargs' is for 'messages'.", "chat_template_kwargs")
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise invalid(f"{name!r} is for 'messages'.", name)
         return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-    assert body.messages is not None
     conversation = tokenized_conversation(body)
     try:
-        text = chat_prompt(conversation, service.output_format, tokenizer, body.add_generation_prompt is not False)
+        text = chat_prompt(conversation, service.output_format, tokenizer)
     except TemplateError as error:
         raise invalid(str(error), error.param) from None
     return tokenizer.encode(text, bool(body.add_special_tokens))

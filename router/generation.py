@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -160,7 +160,8 @@ class Generation:
             text.append(piece.text)
             whole.tokens += piece.tokens
             whole.token_ids += piece.token_ids
-            whole.finish_reason, whole.stop = piece.finish_reason, piece.stop
+            whole.finish_reason, whole.stop, whole.stop_token_id = piece.finish_reason, piece.stop, piece.stop_token_id
+            whole.prompt_logprobs = piece.prompt_logprobs or whole.prompt_logprobs
             if piece.deltas is not None:
                 deltas.extend(piece.deltas)
                 whole.deltas = deltas
@@ -221,10 +222,13 @@ class Generation:
                             answer.cached_tokens = output.cached_tokens or 0
                             if told is not None:
                                 told.cached_tokens += answer.cached_tokens
+                        if job.prompt_logprobs is not None and output.prompt_logprobs is not None:
+                            await on_piece(Piece(prompt_logprobs=output.prompt_logprobs))
                         if job.echo:
                             prompt = sequence.prompt
-                            await on_piece(answer.text.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
-                        elif output.prompt_logprobs is not None:
+                            of_prompt = _with_top(output.prompt_logprobs, sequence.sampling.logprobs)
+                            await on_piece(answer.text.echo(prompt.token_ids, prompt.text, of_prompt))
+                        elif output.prompt_logprobs is not None and job.prompt_logprobs is None:
                             token_ids = sequence.prompt.token_ids[sequence.sampling.prompt_logprobs_start :]
                             scores = zip(token_ids, output.prompt_logprobs, strict=True)
                             await on_piece(Piece(tokens=[TokenText(0, *score) for score in scores]))
@@ -416,6 +420,8 @@ class Answer:
     def push(self, output: Output) -> Piece:
         """The piece that the output adds. A sequence that may have one call ends with it."""
         piece = self.text.push(output)
+        if piece.finish_reason is not None and piece.stop is None:
+            piece.stop_token_id = output.stop_token_id
         self._check = output.check or self._check
         piece.check, piece.sampled_again = self._check, self.sampled_again
         if self._lexer is None or self._syntax is None:
@@ -472,6 +478,16 @@ def _first_tokens(outputs: list[Output], count: int) -> list[Output]:
         )
         count -= len(ids)
     return kept
+
+
+def _with_top(logprobs: Sequence[TokenLogprobs | None] | None, most: int | None) -> list[TokenLogprobs | None] | None:
+    """The log probabilities with at most so many of the likeliest tokens; None if none are wanted."""
+    if logprobs is None or most is None:
+        return None
+    return [
+        entry if entry is None or len(entry.top) <= most else msgspec.structs.replace(entry, top=entry.top[:most])
+        for entry in logprobs
+    ]
 
 
 def _without_tokens(output: Output) -> Output:

@@ -21,6 +21,7 @@ from router.upstream import Upstream, head
 Known = TypeVar("Known", bound=Body)
 Route = Callable[[Request], Awaitable[Response]]
 
+DEFAULT = "default"  # a name for the only model, as clients send it that were not told any
 MOST_NAMED = 20  # names in an error
 MOST_NAME = 200  # characters
 
@@ -89,8 +90,11 @@ class Models:
 
     def check_free(self, name: str) -> None:
         """Raises ApiError (400) if there is a model or an adapter of this name."""
-        if not name or name in self._named or self._adapter(name) is not None:
+        if not name or self._knows(name):
             raise invalid(f"The name {name[:MOST_NAME]!r} is taken, or empty.", "lora_name", "invalid_value")
+
+    def _knows(self, name: str) -> bool:
+        return name in self._named or self._adapter(name) is not None
 
     def _adapter(self, name: str) -> ListedModel | None:
         for service in self.services:
@@ -98,15 +102,25 @@ class Models:
                 return ListedModel(name, service.model, adapted)
         return None
 
-    def service(self, name: str | None) -> Service:
-        """The model of this name that replicas serve; without a name the only one. Raises ApiError."""
-        if name is None:
-            if len(self.services) == 1:
-                return self.services[0]
+    def _meant(self, name: str | None) -> ListedModel:
+        """The model that a request's `model` means. Without a name, and by the name `default` where nothing else has
+        it, that is the only model of replicas, or the only model of another endpoint where no replicas are. Raises
+        ApiError (404), and (400) where several models could be meant."""
+        if name is not None and (name != DEFAULT or self._knows(name)):
+            return self.find(name)
+        candidates: Sequence[Service | Upstream] = self.services or self.upstreams
+        if len(candidates) > 1:
             raise invalid(f"Send 'model': this server has {self._names()}.", "model", "missing_required_parameter")
-        answers = self.find(name).answers
+        return self._named[candidates[0].model]
+
+    def service(self, name: str | None) -> Service:
+        """The model that this name means, which replicas serve. Raises ApiError."""
+        listed = self._meant(name)
+        answers = listed.answers
         if isinstance(answers, Upstream):
-            message = f"The model {name!r} is at another endpoint, and only requests with a body are passed on to it."
+            message = (
+                f"The model {listed.name!r} is at another endpoint, and only requests with a body are passed on to it."
+            )
             raise invalid(message, "model", "invalid_value")
         return answers
 
@@ -134,7 +148,10 @@ class Models:
         async def passing(request: Request) -> Response:
             sent = await self._sent(request)
             asked = head(sent)
-            listed = None if asked is None else self._named.get(asked.model)
+            try:
+                listed = None if asked is None else self._meant(asked.model)
+            except ApiError:  # the route says so, once it has read the body
+                listed = None
             if asked is None or listed is None or not isinstance(listed.answers, Upstream):
                 return await route(request)
             request.state.model = listed.model

@@ -9,6 +9,7 @@ from router.program_calls import ContinuedBranch
 from router.programs import BranchText
 from router.sampling import check_token_ids
 from router.tokenizer import PromptTooLong, Tokenizer
+from router.truncation import Truncation
 
 # The text is cut in two at a place between two words, so far before its end that what follows cannot change it. Texts
 # this long on both sides of the place are looked at.
@@ -63,10 +64,19 @@ def branch_prompts(
     return [Prompt(held + token_ids, entry.text) for token_ids, entry in zip(prompts, branches, strict=True)]
 
 
-def tokenized_prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int) -> Prompt:
+def tokenized_prompt(
+    entry: str | list[int],
+    tokenizer: Tokenizer,
+    context_length: int,
+    truncation: Truncation | None = None,
+    room: int = 0,
+) -> Prompt:
+    """The prompt as it was sent, cut as `truncation` allows to `room` tokens. Raises ApiError."""
     if isinstance(entry, list):
         check_token_ids(entry, tokenizer.vocab_size, "prompt")
-        return Prompt(entry)
+        return Prompt(entry if truncation is None else truncation.cut(entry, room))
+    if truncation is not None:
+        return Prompt(truncation.tokens(entry, tokenizer, room))
     return Prompt(encode_prompt(entry, tokenizer, context_length, BranchText()), entry)
 
 

@@ -84,6 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     - `logprobs` None: no log probabilities. k >= 0: those of the chosen token and of the k likeliest tokens.
     - `prompt_logprobs`: the same for the prompt's tokens (for `echo`), from position `prompt_logprobs_start` on. Tokens
       before the one that precedes it may come from the cache.
+    - `allowed_token_ids`: the only tokens of the output; empty for all. `bad_words`: sequences of tokens that it does
+      not have.
     - `pooling`: the request wants the embedding of its prompt, and no tokens. last: the hidden state of the last token,
       after the final norm. mean: the average over all tokens; nothing of the prompt may come from the cache. Of the
       other parameters, only `max_tokens` 1 goes with it.
@@ -108,6 +110,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     prompt_logprobs_start: int = 0
     logit_bias: dict[int, float] = {}
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     pooling: Literal["last", "mean"] | None = None
 
 
@@ -264,11 +268,13 @@ class Hello(msgspec.Struct, tag=True):
 
 class TokenLogprobs(msgspec.Struct, omit_defaults=True):
     """Natural log probabilities at one position: of the sampled (or prompt) token, and in `top` of the likeliest
-    tokens, best first. The distribution is the model's, before temperature, penalties and filters."""
+    tokens, best first. The distribution is the model's, before temperature, penalties and filters. `rank`, of a
+    prompt's token: 1 for the likeliest of all."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = []
+    rank: int = 0
 
 
 class Failure(msgspec.Struct):

@@ -188,7 +188,6 @@ def test_grammars(tokenizer: Tokenizer, fields: dict[str, Any], grammar: Grammar
         ({"logit_bias": {"²": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"regex": "a", "choice": ["a"]}, "choice"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "regex"),
         ({"ebnf": "a", "choice": ["a"]}, "ebnf"),
