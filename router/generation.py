@@ -26,6 +26,8 @@ from worker.messages import Output, SamplingParams, SchemaCheck, TokenLogprobs
 
 # With a keyword that half of the answers violate, one in 16 is still invalid then.
 _MOST_SAMPLED_AGAIN = 3
+# Sequences of one request that run at once: a request of 2,048 texts must not fill the queues of replicas.
+_MOST_AT_ONCE = 512
 
 NO_USAGE = Usage(0, 0, 0, PromptTokensDetails(0))
 OnPiece = Callable[[Piece], Awaitable[None]]
@@ -148,7 +150,7 @@ class Generation:
     async def _run_all(self, sequences: list[Coroutine[Any, Any, None]]) -> None:
         """Runs the sequences to their ends. Raises ApiError, also when the time is over."""
         async with within(self._timeout_s, self._job.arrived, self._service.missed_deadline):
-            await _together(sequences)
+            await _together(sequences, _MOST_AT_ONCE)
 
     async def _collected(self, sequence: Choice, answer: "Answer") -> Piece:
         """Runs one sequence. Returns all of its text as one piece."""
@@ -494,13 +496,22 @@ def _without_tokens(output: Output) -> Output:
     return msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason="length", stop_token_id=None)
 
 
-async def _together(sequences: list[Coroutine[Any, Any, None]]) -> None:
-    """Runs all sequences concurrently. When one raises, stops the others, then raises its error."""
+async def _together(sequences: list[Coroutine[Any, Any, None]], most: int) -> None:
+    """Runs all sequences, `most` of them at once. When one raises, stops the others, then raises its error."""
     if len(sequences) == 1:
         return await sequences[0]
+    waiting = iter(sequences)
+
+    async def run_some() -> None:
+        for sequence in waiting:
+            await sequence
+
     try:
         async with asyncio.TaskGroup() as group:
-            for sequence in sequences:
-                group.create_task(sequence)
+            for _ in range(min(most, len(sequences))):
+                group.create_task(run_some())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    finally:
+        for sequence in waiting:  # they were never begun
+            sequence.close()

@@ -16,6 +16,8 @@ from router.truncation import Truncation
 AROUND = 64
 LEAST = 512  # characters; shorter texts are tokenised with what follows them
 
+_BEGINS = BranchText()  # what a prompt follows: nothing
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -70,14 +72,17 @@ def tokenized_prompt(
     context_length: int,
     truncation: Truncation | None = None,
     room: int = 0,
+    param: str = "prompt",
 ) -> Prompt:
-    """The prompt as it was sent, cut as `truncation` allows to `room` tokens. Raises ApiError."""
+    """The prompt as it was sent, cut as `truncation` allows to `room` tokens. Raises ApiError about `param`."""
     if isinstance(entry, list):
-        check_token_ids(entry, tokenizer.vocab_size, "prompt")
+        check_token_ids(entry, tokenizer.vocab_size, param)
         return Prompt(entry if truncation is None else truncation.cut(entry, room))
-    if truncation is not None:
-        return Prompt(truncation.tokens(entry, tokenizer, room))
-    return Prompt(encode_prompt(entry, tokenizer, context_length, BranchText()), entry)
+    if truncation is None:
+        return Prompt(encode_prompt(entry, tokenizer, context_length, _BEGINS, param), entry)
+    if not (token_ids := truncation.tokens(entry, tokenizer, room)):
+        raise _empty(param)
+    return Prompt(token_ids, entry)
 
 
 def encode_prompt(

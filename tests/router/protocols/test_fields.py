@@ -18,8 +18,9 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASK: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "Hello", "max_tokens": 60}}
 # Thinking in the history, and begun by the prompt where the client asks for it.
 THINKER = (
-    "{# tools #}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n"
-    "</think>\n\n{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}"
+    "{# tools #}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}"
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined %}{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}"
     "{{ reasoning_effort | default('') }}{% endif %}{% endif %}"
