@@ -87,13 +87,13 @@ def _embeddings(texts: Texts, tokenizer: Tokenizer, context_length: int, pooling
 def _answers(texts: Texts, tokenizer: Tokenizer, context_length: int, pooling: Pooling) -> list[Choice]:
     before, after = tokenizer.encode(BEFORE, False), tokenizer.encode(AFTER, False)
     answers = [tokenizer.encode(answer, False) for answer in ANSWERS]
+    longest = max(map(len, answers))
     instruction = INSTRUCTION if texts.instruction is None else texts.instruction
     sequences: list[Choice] = []
     for number, document in enumerate(texts.documents):
         query = texts.queries[texts.query_of(number)]
         asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: "
-        room = context_length - len(before) - len(after) - 1 - max(map(len, answers))
-        pair = _pair(asked, document, texts, tokenizer, context_length, room)
+        pair = _pair(asked, document, texts, tokenizer, context_length, len(before) + len(after), longest)
         prompt = before + pair + after
         for answer in answers:
             context_room(prompt + answer, context_length, texts.document_param)
@@ -109,12 +109,16 @@ def _answers(texts: Texts, tokenizer: Tokenizer, context_length: int, pooling: P
     return sequences
 
 
-def _pair(asked: str, document: str, texts: Texts, tokenizer: Tokenizer, context_length: int, room: int) -> list[int]:
-    """The tokens of a query and a document. What does not fit into `room` is cut off the document where the client
-    allows it. Raises ApiError."""
+def _pair(
+    asked: str, document: str, texts: Texts, tokenizer: Tokenizer, context_length: int, around: int, answer: int
+) -> list[int]:
+    """The tokens of a query and a document. What does not fit, with `around` tokens of the prompt and `answer` ones
+    after it, is cut off the document where the client allows it. Raises ApiError."""
     cut, param = texts.truncation, texts.document_param
     if cut is None:
         return encode_inside(asked + document, tokenizer, context_length, param)
+    room = context_length - around - answer - 1
+    cut = replace(cut, most=None if cut.most is None else max(0, cut.most - around))
     begin = encode_inside(asked, tokenizer, context_length, texts.query_param)
     whole = encode_inside(asked + cut.part(document, room), tokenizer, context_length, param)
     if len(cut.cut(whole, room)) == len(whole):

@@ -112,8 +112,9 @@ def test_as_many_texts_as_openai_takes(make_stack: Any, make_replica: Any) -> No
     fake = make_replica()
     fake.reply = embeds
     stack = make_stack(fake)
-    told = stack.client.embeddings.create(model="tiny", input=[[70]] * 2048)
-    assert len(told.data) == 2048
+    told = stack.client.embeddings.create(model="tiny", input=[[70 + number % 9] for number in range(600)])
+    assert [one.embedding for one in told.data] == [told.data[number % 9].embedding for number in range(600)]
+    assert stack.service.config.max_prompts == 2048
     assert httpx.post(f"{stack.url}/v1/embeddings", json={"input": [[70]] * 2049}).status_code == 400
 
 

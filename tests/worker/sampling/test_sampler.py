@@ -353,7 +353,7 @@ def test_only_allowed_tokens():
     assert one(greedy(allowed_token_ids=(41, 40)), logits).token_id == 40
     assert one(greedy(allowed_token_ids=(41, 40), logit_bias={10: 100.0}), logits).token_id == 40
     assert {one(free(allowed_token_ids=(41, 40), seed=seed), logits).token_id for seed in range(20)} == {40, 41}
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="outside the vocabulary"):
         one(greedy(allowed_token_ids=(VOCAB,)), logits)
 
 
