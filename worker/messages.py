@@ -59,6 +59,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     | regex | a regular expression |
     | choice | a JSON list of strings |
     | ebnf | a grammar in GBNF or in Lark |
+    | structural_tag | JSON: a structural tag as xgrammar has it |
     | tool_calls | JSON as `worker.structured_output.tool_calls.ToolCalls` has it |
 
     `after`: free text comes first, up to this marker and with it, such as `</think>`. Then the grammar applies.
@@ -69,7 +70,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     output is judged when it ends (`SchemaCheck`).
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "tool_calls"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "structural_tag", "tool_calls"]
     text: str = ""
     after: str | None = None
     begin: str | None = None
