@@ -32,6 +32,7 @@ from router.auth import Keys, client_of
 from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
 from router.choices import ChoicesFormat, choices_job
+from router.control_routes import control_routes
 from router.embedding_routes import embedding_routes
 from router.errors import ApiError, invalid
 from router.generation import Format, Generation
@@ -111,6 +112,7 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
     app.include_router(_model_routes(models), dependencies=dependencies)
     app.include_router(adapter_routes(models), dependencies=dependencies)
     app.include_router(_operator_routes(models, app.version))
+    app.include_router(control_routes(models, keys))
     app.include_router(page_routes(models, app.version, bool(keys)))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -136,6 +138,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
     errors = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503, 504)
 
     async def answer(request: Request, service: Service, stream: bool, job: PreparedRequest, form: Format) -> Response:
+        request.state.also_named(job.id)
         generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
         if stream:
             return EventStream(generation.stream)
@@ -199,6 +202,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
             form = CompletionFormat(job, service.model, service.tokenizer)
             return await answer(request, service, bool(body.stream), job, form)
         state = request.state
+        state.also_named(job.id)
         template = TemplateStream(service, calls, job, prepared, state.name, state.ticket, state.timeout_s)
         return EventStream(template.stream)
 

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from fastapi import Request, Response
 
+from router.aborts import Aborts
+from router.auth import client_of
 from router.body import HeldBytes, parse, read_sent
 from router.config import RouterConfig
 from router.deadline import timeout_of
@@ -46,6 +48,7 @@ class Models:
     | `config` | settings of the HTTP side |
     | `leaving` | whether the router is being taken away, so that `/ready` says no |
     | `shutdown` | ends all answers when the whole server ends, or this machine |
+    | `aborts` | ends single requests, whose clients want that |
     """
 
     def __init__(self, answering: Sequence[Service | Upstream], metrics: Metrics, config: RouterConfig) -> None:
@@ -57,6 +60,7 @@ class Models:
         self.config = config
         self.leaving = False
         self.shutdown = Shutdown()
+        self.aborts = Aborts()
         self._named: dict[str, ListedModel] = {}
         self._held = HeldBytes(config.max_held_bytes, self._shortest_wait_s)
         self._before_close: list[Callable[[], Awaitable[None]]] = []
@@ -172,9 +176,21 @@ class Models:
         service = self.service(body.model)  # type: ignore[attr-defined]  # every kind has it
         request.state.model = service.base_model
         if hasattr(request.state, "ticket"):  # it is about to wait for a replica
+            self._name(request, body)
             request.state.timeout_s = timeout_of(request, body)
             service.check_queue(request.state.timeout_s)
         return service, body, len(sent)
+
+    def _name(self, request: Request, body: Body) -> None:
+        """Lets the client end a request by its id, and by the names that the body gives it. `also_named` of its state
+        gives it more."""
+        state = request.state
+        aborted, state.also_named, forget = self.aborts.begin(client_of(request).tenant)
+        request.scope["state"]["aborted"] = aborted
+        request.scope["state"].setdefault("at_end", []).append(forget)
+        for name in (state.request_id, getattr(body, "request_id", None), getattr(body, "rid", None)):
+            if name is not None:
+                state.also_named(name)
 
     async def _sent(self, request: Request) -> bytes:
         sent: bytes | None = getattr(request.state, "sent", None)
@@ -192,7 +208,7 @@ class Models:
 
     def share(self, limits: RateLimits) -> None:
         """Lets `limits` hold over all routers of the same replicas, once the connections are there."""
-        self._exchange = UsageExchange(limits, [service.replicas for service in self.services])
+        self._exchange = UsageExchange(limits, [service.replicas for service in self.services], self.aborts)
 
     async def start(self) -> None:
         """Starts the connections. Call it in the event loop that will serve."""

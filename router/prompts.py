@@ -82,7 +82,7 @@ def tokenized_prompt(
         return Prompt(encode_prompt(entry, tokenizer, context_length, _BEGINS, param), entry)
     if not (token_ids := truncation.tokens(entry, tokenizer, room)):
         raise _empty(param)
-    return Prompt(token_ids, entry)
+    return Prompt(token_ids)  # it is no longer what was sent
 
 
 def encode_prompt(

@@ -702,6 +702,18 @@ class LoadLoraRequest(Body, frozen=True, kw_only=True):
     )
 
 
+class AbortRequest(Body, frozen=True, kw_only=True):
+    """POST /abort_request: requests of the client's own that are to end."""
+
+    rid: Annotated[str | None, Meta(description="the name of a request")] = None
+    request_ids: Annotated[
+        Annotated[list[NonEmpty], Meta(max_length=1024)] | None, Meta(description="names of requests")
+    ] = None
+    abort_all: Annotated[
+        Flag, Meta(description="all requests of the client's key; without keys, all, for clients on this machine")
+    ] = None
+
+
 class UnloadLoraRequest(Body, frozen=True, kw_only=True):
     """POST /v1/unload_lora_adapter."""
 

@@ -382,6 +382,19 @@ class TokenizerInfo(msgspec.Struct):
     chat_template: str | None
 
 
+class FlushedCache(msgspec.Struct):
+    """Caches that were emptied. `tokens_in_use`: KV tokens that running requests hold, which stay while they run."""
+
+    replicas: int = 0
+    tokens_in_use: int = 0
+
+
+class Aborted(msgspec.Struct):
+    """`aborted`: requests that were ended at this router. Other routers end theirs, and are not counted."""
+
+    aborted: int
+
+
 class Version(msgspec.Struct):
     version: str
 

@@ -6,7 +6,7 @@ When the connection breaks, the replica aborts the requests of that router, and 
 
 | direction | messages |
 | --- | --- |
-| router to replica | `Generate`, `Abort`, `Release`, `Subscribe` |
+| router to replica | `Generate`, `Abort`, `Release`, `Flush`, `Subscribe` |
 | replica to router | `Hello`, `Outputs`, `CacheEvents`, `ReplicaLoad`, `Routers`, `Leaving`, `Farewell` |
 | a router to the others, through a replica | `UsageReport`, `AdapterChange` |
 
@@ -20,7 +20,7 @@ work together, so routers and replicas may be upgraded one after the other; othe
 3. What only the number before the previous one needed can be removed.
 
 Adapters need no number: a router sends them to replicas that tell `ReplicaLoad.max_loras`, and a replica tells of them
-to routers whose `Subscribe` has `adapters`.
+to routers whose `Subscribe` has `adapters`. So does `Flush`: it goes to replicas that tell `ReplicaLoad.flushed`.
 
 | number | what it added |
 | --- | --- |
@@ -202,6 +202,12 @@ class Release(msgspec.Struct, tag=True):
     owners: list[str]
 
 
+class Flush(msgspec.Struct, tag=True):
+    """Empty the cache of prefixes, but for what running requests hold. `ReplicaLoad.flushed` has the id afterwards."""
+
+    id: str
+
+
 class LengthSample(msgspec.Struct, frozen=True, array_like=True):
     """An output that has ended, as `worker.lengths` learns from it: its request's `features`, little-endian uint16 [n];
     its `tokens`; whether its limit has cut it. About 1 kB."""
@@ -239,12 +245,14 @@ class ClientUsage(msgspec.Struct, frozen=True, array_like=True):
     tokens_per_minute: int
 
 
-class UsageReport(msgspec.Struct, tag=True):
+class UsageReport(msgspec.Struct, tag=True, omit_defaults=True):
     """News about clients with limits, for all other routers: the replica passes the message on to those that have
-    subscribed. `router`: a unique name of the sender. `clients`: by `router.key_file.ApiClient.tenant`."""
+    subscribed. `router`: a unique name of the sender. `clients`: by `router.key_file.ApiClient.tenant`; `aborts`,
+    likewise: names of requests that their clients want to end, empty for all of them."""
 
     router: str
     clients: dict[str, ClientUsage]
+    aborts: dict[str, list[str]] = {}
 
 
 class AdapterChange(msgspec.Struct, tag=True):
@@ -255,7 +263,7 @@ class AdapterChange(msgspec.Struct, tag=True):
     unloaded: list[str] = []
 
 
-FromRouter = Generate | Abort | Release | Subscribe | UsageReport | AdapterChange
+FromRouter = Generate | Abort | Release | Flush | Subscribe | UsageReport | AdapterChange
 
 # ---------------------------------------------------------------- replica to router
 
@@ -450,6 +458,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `adapters_running`, `adapters_waiting` | names of the adapters of running and of waiting requests |
     | `adapter_loads` | adapters that were copied to the device |
     | `refused_routers` | routers that subscribed with a protocol number that does not work together with this one's |
+    | `flushed` | ids of the `Flush` messages since the last load; None: the replica does not know them |
     | `costs` | as the replica's fitted cost models predict them now |
     """
 
@@ -493,6 +502,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     expert_tokens: list[int] = []
     expert_imbalance: float | None = None
     refused_routers: int = 0
+    flushed: list[str] | None = None
     costs: StepCosts = StepCosts()
 
 
