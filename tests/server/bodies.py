@@ -198,7 +198,8 @@ PATHS = [
 / // /v1 /v1/ /v1/models/ /v1/models/%00 /v1/models/..%2f.. /v1/models/é /v1/completions/ /V1/completions
 /v1/chat /v1/choices /v1/programs/x
 /v1/embeddings /v1/rerank /rerank /v1/score /tokenize /detokenize
-/tokenizer_info /health_generate /flush_cache /reset_prefix_cache /abort_request /abort_requests /health /ping /version /ready /metrics /docs /openapi.json
+/tokenizer_info /health_generate /flush_cache /reset_prefix_cache /abort_request /abort_requests
+/health /ping /version /ready /metrics /docs /openapi.json
 /v1/messages /v1/messages/count_tokens /v1/messages/x
 /v1/responses /v1/responses/x /v1/responses/x/input_items /v1/responses/%00/cancel
 /v1/models?x=%ff
