@@ -201,7 +201,7 @@ def conversation_job(
         tokenizer.vocab_size,
         grammar=grammar,
         logprobs=logprobs,
-        prompt_logprobs=request.prompt_logprobs,
+        prompt_logprobs=None if request.stream else request.prompt_logprobs,
         bad_words=bad_word_ids(request.bad_words or (), tokenizer),
     )
     room = context_room(token_ids, context_length, messages_param)
@@ -279,7 +279,8 @@ def completion_job(
         raise invalid("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
     grammar_param, grammar = structure(request)
     of_echo = request.logprobs if request.echo else None
-    asked_of_prompt = [number for number in (of_echo, request.prompt_logprobs) if number is not None]
+    of_prompt = None if request.stream else request.prompt_logprobs
+    asked_of_prompt = [number for number in (of_echo, of_prompt) if number is not None]
     sampling = sampling_params(
         request,
         tokenizer.vocab_size,

@@ -131,7 +131,8 @@ def test_log_probabilities_of_the_prompt(stack: Any, path: str) -> None:
             assert own["decoded_token"] == stack.tokenizer.token_text(token_id)
             assert len(entries) == 2
     assert refused(stack, path, prompt_logprobs=2, stream=True) == "prompt_logprobs"
-    assert chunks(stack, path, prompt_logprobs=0)  # the default of others
+    assert chunks(stack, path, prompt_logprobs=0, logprobs=path == CHAT or 0) != []  # the default of others
+    assert asked(stack).sampling.prompt_logprobs is None
     assert refused(stack, path, prompt_logprobs=21) == "prompt_logprobs"
 
 
