@@ -17,7 +17,7 @@ from router.auth import Keys, client_of
 from router.errors import ApiError, invalid
 from router.models import Models
 from router.requests import AbortRequest
-from router.responses import Aborted, FlushedCache, Health
+from router.responses import AbortedRequests, FlushedCache, Health
 from router.service import GREEDY_TOKEN, Service
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def control_routes(models: Models, keys: Keys) -> APIRouter:
         "/abort_request",
         dependencies=checked,
         openapi_extra=openapi.body(AbortRequest),
-        responses=openapi.answers(Aborted, 400, 401, 403, 408, 413, 415, 503),
+        responses=openapi.answers(AbortedRequests, 400, 401, 403, 408, 413, 415, 503),
     )
     async def abort_request(request: Request) -> Response:
         """Ends requests of the same client, by their names: `rid`, `request_id`, X-Request-Id, or the id of an
@@ -69,7 +69,7 @@ def control_routes(models: Models, keys: Keys) -> APIRouter:
             names = [ALL]
         if not names:
             raise invalid("Send 'rid', 'request_ids', or 'abort_all'.", "rid", "missing_required_parameter")
-        return _json(Aborted(models.aborts.abort(client_of(request).tenant, names)))
+        return _json(AbortedRequests(models.aborts.abort(client_of(request).tenant, names)))
 
     probe = _Probe(models)
 

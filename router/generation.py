@@ -483,7 +483,7 @@ def _first_tokens(outputs: list[Output], count: int) -> list[Output]:
 
 
 def _with_top(logprobs: Sequence[TokenLogprobs | None] | None, most: int | None) -> list[TokenLogprobs | None] | None:
-    """The log probabilities with at most so many of the likeliest tokens; None if none are wanted."""
+    """The log probabilities with at most `most` of the likeliest tokens; None without that number."""
     if logprobs is None or most is None:
         return None
     return [

@@ -48,7 +48,7 @@ _TYPES = (
     responses.DetokenizeResponse,
     responses.TokenizerInfo,
     responses.FlushedCache,
-    responses.Aborted,
+    responses.AbortedRequests,
     responses.Version,
     responses.Health,
     ServerState,

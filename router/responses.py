@@ -389,7 +389,7 @@ class FlushedCache(msgspec.Struct):
     tokens_in_use: int = 0
 
 
-class Aborted(msgspec.Struct):
+class AbortedRequests(msgspec.Struct):
     """`aborted`: requests that were ended at this router. Other routers end theirs, and are not counted."""
 
     aborted: int

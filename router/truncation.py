@@ -13,7 +13,7 @@ Side = Literal["left", "right"]
 
 @dataclass(frozen=True)
 class Truncation:
-    """What a client allows to be cut. `most`: tokens of a prompt; None for as many as fit. `side`: where tokens are cut
+    """The part of a prompt that a client allows to be cut. `most`: tokens of a prompt; None for as many as fit. `side`: where tokens are cut
     off."""
 
     most: int | None

@@ -1,4 +1,4 @@
-"""What chat completions and completions tell about the end of a choice, and about its prompt."""
+"""Facts about the end of a choice and about its prompt, as chat completions and completions tell them."""
 
 from collections.abc import Sequence
 from typing import Any

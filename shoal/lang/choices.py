@@ -59,7 +59,7 @@ class ChoicesSamplingMethod:
         raise NotImplementedError
 
     def details(self, scores: Sequence[ChoiceScore]) -> dict[str, Any]:
-        """What `meta_info` has besides the scores."""
+        """Further details for `meta_info`."""
         return {}
 
     def __call__(

@@ -66,7 +66,7 @@ class BadWords:
         self._last = tuple(output_ids[len(output_ids) - min(self._longest, len(output_ids)) :])
 
     def after(self, token_id: int) -> "BadWords":
-        """These words, after a further token of the output."""
+        """The same words, after a further token of the output."""
         other = copy.copy(self)
         other.add(token_id)
         return other

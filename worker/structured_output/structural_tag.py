@@ -37,7 +37,7 @@ def structural_tag_to_ebnf(text: str, vocabulary: GrammarVocabulary) -> str:
         wanted = json.loads(text)
     except ValueError as error:
         raise GrammarError(f"the structural tag is not valid JSON: {error}") from None
-    writer = _Writer(Speller(vocabulary.special, vocabulary.special))
+    writer = _TagWriter(Speller(vocabulary.special, vocabulary.special))
     rules = {**writer.rules, _ANSWER: writer.format(_modern(wanted), "format", ())}
     kept = prune(rules | writer.rules, _ANSWER)
     if kept is None:
@@ -64,7 +64,7 @@ def _modern(wanted: Any) -> Any:
     return {**wanted, "type": "triggered_tags", "tags": tags}
 
 
-class _Writer:
+class _TagWriter:
     """Makes the nodes of formats. `rules` has those that they refer to."""
 
     def __init__(self, speller: Speller) -> None:
