@@ -117,12 +117,12 @@ def _decoded(model: type[Known], body: bytes) -> Known:
     that of JSON which is broken before that of a field."""
     try:
         return msgspec.json.decode(body, type=model)
-    except msgspec.ValidationError as error:
-        msgspec.json.decode(body, type=msgspec.Raw)  # the fault may come before the end that is missing
-        known = frozenset(field.encode_name for field in msgspec.structs.fields(model))
-        if _AT.search(str(error)) or (kept := without_neutral(body, known)) is None:
+    except msgspec.ValidationError:
+        value = msgspec.json.decode(body)  # the fault may come before the end that is missing
+        kept = without_neutral(value, model)
+        if kept == value:
             raise
-    return msgspec.json.decode(kept, type=model)
+    return msgspec.convert(kept, model)
 
 
 def read_as(kind: Any, value: Any, param: str) -> Any:

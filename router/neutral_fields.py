@@ -115,19 +115,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def without_neutral(body: bytes, known: frozenset[str]) -> bytes | None:
-    """The body, a JSON object, without the fields that are not `known` and ask for nothing; None if it has none. A
-    field that asks for something stays, so that it is refused by name."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    kept = {name: value for name, value in fields.items() if name in known or not _is_neutral(name, value)}
-    return None if len(kept) == len(fields) else msgspec.json.encode(kept)
+def without_neutral(body: Any, kind: type[msgspec.Struct]) -> Any:
+    """The body, decoded, without the fields that `kind` does not know and that ask for nothing. A field that asks for
+    something stays, so that it is refused by name; and so does what is no object."""
+    if not isinstance(body, dict):
+        return body
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    return {name: value for name, value in body.items() if name in known or not _is_neutral(name, value)}
 
 
-def _is_neutral(name: str, value: msgspec.Raw) -> bool:
-    if name in HINTS:
-        return True
-    said = msgspec.json.decode(value)
-    return said is None or any(_same(said, neutral) for neutral in NEUTRAL.get(name, ()))
+def _is_neutral(name: str, value: Any) -> bool:
+    return name in HINTS or value is None or any(_same(value, neutral) for neutral in NEUTRAL.get(name, ()))
 
 
 def _same(said: Any, neutral: Any) -> bool:

@@ -13,8 +13,8 @@ Side = Literal["left", "right"]
 
 @dataclass(frozen=True)
 class Truncation:
-    """The part of a prompt that a client allows to be cut. `most`: tokens of a prompt; None for as many as fit. `side`: where tokens are cut
-    off."""
+    """The part of a prompt that a client allows to be cut. `most`: tokens of a prompt; None for as many as fit.
+    `side`: where tokens are cut off."""
 
     most: int | None
     side: Side

@@ -50,6 +50,7 @@ class Runtime(Engine):
         wanted = {_NAMES.get(name, name): value for name, value in settings.items() if name not in _OWN_WAY}
         super().__init__(model_path, **wanted)
         self.endpoint.incremental_streaming_output = incremental_streaming_output
+        self.endpoint.model_path = str(self._server.config.model)
 
     def shutdown(self) -> None:
         """Ends the replica, as `close`."""

@@ -137,6 +137,11 @@ class Backend:
     def __init__(self) -> None:
         self.token_usage = TokenUsage()
 
+    @property
+    def endpoint(self) -> "Backend":
+        """The backend itself: what has a backend, as an `Engine`, has it under this name."""
+        return self
+
     async def roles(self) -> RoleFormat:
         """How conversations are written. Raises BackendError."""
         return PLAIN_ROLES

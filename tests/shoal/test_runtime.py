@@ -34,7 +34,11 @@ def backend(tiny_model: Path) -> Iterator[Any]:
 def test_settings_have_sglangs_names(backend: Any, tiny_model: Path) -> None:
     config = backend._server.config
     assert (config.kv_tokens, config.max_running) == (4096, 4)
-    assert backend.endpoint.get_model_name() == tiny_model.name
+    assert backend.endpoint.get_model_name() == str(tiny_model)
+    assert backend.get_tokenizer().vocab_size > 200
+    shoal.set_default_backend(backend)
+    assert shoal.global_config.default_backend is not None
+    assert shoal.global_config.default_backend.endpoint is backend.endpoint
     assert backend.url + "/v1" == backend.base_url
     with pytest.raises(ConfigError):
         shoal.Runtime(model_path=str(tiny_model), dp_size=2)

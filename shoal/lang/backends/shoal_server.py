@@ -62,6 +62,7 @@ class ShoalServer(Backend):
         self._transport = transport
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+        self.model_path: str | None = None  # where the model's files are, if they are on this machine
         self._model: str | None = None
         self._roles: RoleFormat | None = None
         self._endings: set[asyncio.Task[Any]] = set()
@@ -183,7 +184,7 @@ class ShoalServer(Backend):
         return True
 
     def get_model_name(self) -> str:
-        return loop.wait(self._name(), loop.background_loop())
+        return self.model_path or loop.wait(self._name(), loop.background_loop())
 
     def shutdown(self) -> None:
         """Closes the connections of programs that have no event loop of their own."""
