@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from router.errors import ApiError, busy, invalid
 from router.literals import allowed_values
+from router.neutral_fields import without_neutral
 from router.requests import Body
 from router.sse import ClientGone
 
@@ -100,7 +101,7 @@ def parse(model: type[Known], body: bytes) -> Known:
     """Decodes `body` as `model`. Raises ApiError (400) that names the parameter at fault. Stops at the first fault, so
     that a body full of faults costs no more than a good one."""
     try:
-        request = msgspec.json.decode(body, type=model)
+        request = _decoded(model, body)
     except msgspec.ValidationError as error:
         raise _explained(str(error), model) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -109,6 +110,19 @@ def parse(model: type[Known], body: bytes) -> Known:
         raise invalid("The body of the request is nested too deeply.", code="invalid_json") from None
     _refuse_flags(request, "")
     return request
+
+
+def _decoded(model: type[Known], body: bytes) -> Known:
+    """The body as `model`, without the fields of other servers that ask for nothing. Raises the exceptions of msgspec:
+    that of JSON which is broken before that of a field."""
+    try:
+        return msgspec.json.decode(body, type=model)
+    except msgspec.ValidationError:
+        value = msgspec.json.decode(body)  # the fault may come before the end that is missing
+        kept = without_neutral(value, model)
+        if kept == value:
+            raise
+    return msgspec.convert(kept, model)
 
 
 def read_as(kind: Any, value: Any, param: str) -> Any:

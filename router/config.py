@@ -40,7 +40,7 @@ class ModelConfig(BaseModel):
         description="seconds that a request, or a stream that lost its replica, waits while no replica is there, "
         "before it ends with no_replica",
     )
-    max_prompts: int = Field(256, ge=1, description="most sequences (prompts times n) per HTTP request")
+    max_prompts: int = Field(2048, ge=1, description="most sequences (prompts times n) per HTTP request")
     max_waiting_tokens: int = Field(
         1 << 22,
         ge=1,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from router.requests import INT32, Body, Count, Flag, Neutral, NeutralList, NonEmpty, StopText, ToolName
+from router.requests import INT32, Body, Count, Flag, ModelName, Neutral, NeutralList, NonEmpty, StopText, ToolName
 
 # ---------------------------------------------------------------- blocks
 
@@ -237,7 +237,7 @@ class Metadata(Body, frozen=True):
 class CountTokensRequest(Body, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens: a conversation."""
 
-    model: str
+    model: ModelName = None
     messages: Annotated[list[Turn], Meta(min_length=1)]
     system: Annotated[str | list[TextBlock] | None, Meta(description="the system's text, before all messages")] = None
     tools: Annotated[list[CustomTool], Meta(max_length=512)] | None = None

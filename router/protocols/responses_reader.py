@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from router.body import read_as
-from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice
+from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice, arguments_text
 from router.defaults import SamplingDefaults
 from router.errors import ApiError, invalid
 from router.formats.format import OutputFormat
@@ -123,7 +123,7 @@ def responses_conversation(asked: Asked) -> Conversation:
         thinking=Thinking(
             enabled=None if effort is None else effort != "none",
             effort=effort,
-            budget=request.thinking_token_budget,
+            budget=None if request.thinking_token_budget == -1 else request.thinking_token_budget,
         ),
         arguments=request.chat_template_kwargs or {},
     )
@@ -174,7 +174,7 @@ def read_messages(items: Iterable[tuple[str, Item]]) -> tuple[Message, ...]:
             case SentCall(status="incomplete"):  # its arguments were cut off
                 pass
             case SentCall(call_id=call_id, name=name, arguments=arguments):
-                call = ToolCall(call_id, name, arguments)
+                call = ToolCall(call_id, name, arguments_text(arguments))
                 tool_names[call_id] = name
                 if last.role == "assistant":
                     made[-1] = replace(last, calls=(*last.calls, call))

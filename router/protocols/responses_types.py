@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Meta
 
 from router.requests import (
-    INT32,
     Body,
     Count,
     Flag,
@@ -22,8 +21,10 @@ from router.requests import (
     ReasoningEffort,
     TemplateArguments,
     TextFormat,
+    ThinkingBudget,
     ToolName,
     TopLogprobs,
+    Unused,
 )
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -100,11 +101,11 @@ class SentMessage(Body, frozen=True, kw_only=True, tag_field="type", tag="messag
 
 
 class SentCall(Body, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    """A call that the model made. `arguments`: a JSON object, as text."""
+    """A call that the model made. `arguments`: a JSON object, as text or as it is."""
 
     call_id: NonEmpty
     name: NonEmpty
-    arguments: str
+    arguments: str | dict[str, Any]
     id: str | None = None
     status: ItemStatus | None = None
     namespace: Neutral = None
@@ -210,7 +211,7 @@ class TextOptions(Body, frozen=True, kw_only=True):
     """The form of the answer's text."""
 
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, Meta(description="not used")] = None
 
 
 class ReasoningOptions(Body, frozen=True, kw_only=True):
@@ -269,17 +270,14 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
         Meta(description="kept, and repeated in the answer"),
     ] = None
     service_tier: Annotated[
-        Literal["auto", "default", "flex", "priority"] | None,
+        Literal["auto", "default", "flex", "scale", "priority"] | None,
         Meta(description="there is one tier: the answer says default"),
     ] = None
     safety_identifier: Annotated[str | None, Meta(description="as user, and before it")] = None
     prompt_cache_key: Annotated[str | None, Meta(description="not used: shared prefixes are found without it")] = None
     client_metadata: Annotated[dict[str, str] | None, Meta(description="not used, and not kept")] = None
     chat_template_kwargs: TemplateArguments = None
-    thinking_token_budget: Annotated[
-        Annotated[int, Meta(ge=0, le=INT32)] | None,
-        Meta(description="most tokens of thinking; what is longer is cut off, and the answer begins"),
-    ] = None
+    thinking_token_budget: ThinkingBudget = None
 
     access_programs: Neutral = None
     context_management: NeutralList | None = None
@@ -290,7 +288,11 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
     n: Neutral = None
     program: Neutral = None
     prompt: Neutral = None
-    prompt_cache_options: Neutral = None
-    prompt_cache_retention: Neutral = None
+    prompt_cache_options: Unused = None
+    prompt_cache_retention: Unused = None
+    prompt_logprobs: Neutral = None
     response_format: Neutral = None
+    return_prompt_token_ids: Neutral = None
     return_token_ids: Neutral = None
+    truncate_prompt_tokens: Neutral = None
+    truncation_side: Neutral = None

@@ -416,7 +416,7 @@ def test_a_stream_breaks_off(says: Callable[..., Any]) -> None:
         ({"response_format": {"type": "text"}}, "response_format"),
         ({"include": ["x"]}, "include[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
         ({"background": True, "store": False}, "background"),
