@@ -2,7 +2,9 @@
 
 import base64
 import binascii
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice
 from router.errors import ApiError, invalid
@@ -17,8 +19,11 @@ from router.requests import (
     ImagePart,
     NamedTool,
     Part,
+    ReasoningPart,
+    RedactedThinkingPart,
     RefusalPart,
     TextPart,
+    ThinkingPart,
     TokenizeRequest,
     VideoPart,
 )
@@ -95,13 +100,23 @@ def _choice(choice: ChooseTools | None, tools: Sequence[Tool]) -> ToolChoice:
             return check_choice(ToolChoice(mode), tools)
 
 
+def past_arguments(arguments: str | dict[str, Any] | None) -> str:
+    """The arguments of a past call, as text."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments or ""
+
+
 def _message(message: ChatMessage, path: str, tool_names: dict[str, str]) -> Message:
     role = "system" if message.role == "developer" else message.role
-    text = _text(message.content, f"{path}.content")
+    text, thoughts = _read(message.content, f"{path}.content")
     if role != "assistant":
-        for name in ("tool_calls", "reasoning_content", "reasoning"):
+        if thoughts:
+            raise invalid("Only a message of role 'assistant' has thinking.", f"{path}.content", "invalid_value")
+        for name in ("tool_calls", "function_call", "reasoning_content", "reasoning"):
             if getattr(message, name):
                 raise invalid(f"Only a message of role 'assistant' has {name!r}.", f"{path}.{name}")
+    if role == "function":
+        names = {name: call_id for call_id, name in tool_names.items()}  # the last call of each
+        return Message("tool", text or "", call_id=names.get(message.name or "", ""), name=message.name)
     if role == "tool":
         if message.tool_call_id is None:
             where = f"{path}.tool_call_id"
@@ -110,22 +125,45 @@ def _message(message: ChatMessage, path: str, tool_names: dict[str, str]) -> Mes
         return Message(role, text or "", call_id=message.tool_call_id, name=tool)
     if message.tool_call_id is not None:
         raise invalid("Only a message of role 'tool' has 'tool_call_id'.", f"{path}.tool_call_id")
-    calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ())
-    if text is None and not calls:
-        text = message.refusal
-    if text is None and not calls:
+    calls = tuple(
+        ToolCall(call.id, call.function.name, past_arguments(call.function.arguments))
+        for call in message.tool_calls or ()
+    )
+    if message.function_call is not None:
+        function = message.function_call
+        calls = (*calls, ToolCall(f"call_{len(tool_names)}", function.name, past_arguments(function.arguments)))
+    if not text and not calls:
+        text = message.refusal or text
+    if text is None and role != "assistant":  # an answer may have been cut off before its first word
         raise invalid(f"Missing required parameter: '{path}.content'.", f"{path}.content", "missing_required_parameter")
-    thinking = message.reasoning_content or message.reasoning or ""
+    thinking = message.reasoning_content or message.reasoning or "\n".join(thoughts)
     return Message(role, text or "", thinking, calls, name=message.name)
 
 
-def _text(content: str | Sequence[Part] | None, path: str) -> str | None:
+def _read(content: str | Sequence[Part] | None, path: str) -> tuple[str | None, list[str]]:
+    """The text of a message, and what its parts say that the model thought."""
     if content is None or isinstance(content, str):
-        return content
-    return "\n".join(_part(part, f"{path}[{number}]") for number, part in enumerate(content))
+        return content, []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for number, part in enumerate(content):
+        match part:
+            case ThinkingPart(thinking=thinking):
+                thoughts.append(thinking if isinstance(thinking, str) else _joined(thinking or ()))
+            case ReasoningPart(text=text, reasoning=reasoning):
+                thoughts.append(text or reasoning or "")
+            case RedactedThinkingPart():
+                pass
+            case _:
+                texts.append(_part(part, f"{path}[{number}]"))
+    return "\n".join(texts), [thought for thought in thoughts if thought]
 
 
-def _part(part: Part, path: str) -> str:
+def _joined(parts: Sequence[TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def _part(part: TextPart | RefusalPart | FilePart | ImagePart | AudioPart | VideoPart, path: str) -> str:
     match part:
         case TextPart(text=text):
             return text

@@ -403,11 +403,12 @@ def test_a_stream_breaks_off(says: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [WEATHER, WEATHER]}]}, "tools[0].tools[1].name"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
-        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"conversation": "conv_1"}, "conversation"),
@@ -428,7 +429,7 @@ def test_a_stream_breaks_off(says: Callable[..., Any]) -> None:
         ({"input": [{"content": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": "x", "y": 1}]}, "input[0].y"),
+        ({"input": [{"role": "user", "content": 3, "y": 1}]}, "input[0].content"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"model": "other"}, "model"),

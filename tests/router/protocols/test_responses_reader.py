@@ -138,7 +138,6 @@ def test_what_clients_send(body: dict[str, Any]) -> None:
     ("items", "param"),
     [
         ([CALL | {"arguments": 3}], "input[0].arguments"),
-        ([CALL | {"async": True}], "input[0].async"),
         ([{"role": "user"}], "input[0].content"),
         ([{"role": "tool", "content": "x"}], "input[0].role"),
         ([{"type": 3}], "input[0].type"),

@@ -1,0 +1,115 @@
+"""The fields of a body that no type knows, where they may be passed over: in messages, their parts, and tools.
+
+Bodies are read strictly first. Only what that refuses comes here, so that a body without such fields costs nothing.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import msgspec.inspect as inspected
+
+from router.requests import Lenient
+
+_INDEX = re.compile(r"\[\d+\]")
+
+
+@dataclass(frozen=True)
+class _Struct:
+    """An object of a type. `open`: whether its unknown fields are passed over."""
+
+    fields: Mapping[str, "_Shape"]
+    open: bool
+    hosted: re.Pattern[str] | None
+    keeps_hosted: bool
+
+
+@dataclass
+class _Shape:
+    """The parts of a type that matter here: what its objects are, by the tag in `tag_field`, and the items of its
+    lists."""
+
+    tag_field: str | None = None
+    structs: dict[Any, _Struct] = field(default_factory=dict)
+    items: "_Shape | None" = None
+
+    def struct(self, value: Mapping[str, Any]) -> _Struct | None:
+        """The type of an object; None if it is none of those that are known."""
+        tag = None if self.tag_field is None else value.get(self.tag_field)
+        return self.structs.get(tag) if isinstance(tag, str | None) else None
+
+
+def without_unknown(value: Any, kind: Any, path: str = "") -> tuple[Any, Collection[str]]:
+    """A value for the type `kind`, without the unknown fields and the hosted tools that may be passed over, and their
+    names: those of fields below `path`, without the numbers of list items, as `messages[].content[].x`."""
+    passed: dict[str, None] = {}
+    kept = _kept(value, _shape(kind), _INDEX.sub("[]", path), passed)
+    return kept, passed.keys()
+
+
+def hosted_tool(kind: str) -> str:
+    """The name under which a hosted tool of this type is passed over."""
+    return f"tools[type={kind}]"
+
+
+def _kept(value: Any, shape: _Shape | None, path: str, passed: dict[str, None]) -> Any:
+    if shape is None:
+        return value
+    if isinstance(value, list) and shape.items is not None:
+        items = shape.items
+        return [_kept(item, items, f"{path}[]", passed) for item in _run_here(value, items, passed)]
+    if not isinstance(value, dict) or (struct := shape.struct(value)) is None:
+        return value
+    before = f"{path}." if path else ""
+    kept = {}
+    for name, inside in value.items():
+        if name in struct.fields:
+            kept[name] = _kept(inside, struct.fields[name], before + name, passed)
+        elif struct.open and name != shape.tag_field:
+            passed[before + name] = None
+        else:
+            kept[name] = inside
+    return kept
+
+
+def _run_here(tools: list[Any], shape: _Shape, passed: dict[str, None]) -> list[Any]:
+    """The items of a list, if they are tools without those that a hosted service would run."""
+    struct = next(iter(shape.structs.values()), None)
+    if struct is None or struct.hosted is None:
+        return tools
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    hosted = [isinstance(kind, str) and struct.hosted.fullmatch(kind) is not None for kind in kinds]
+    if struct.keeps_hosted and all(hosted):
+        return tools
+    passed |= {hosted_tool(kind): None for kind, is_hosted in zip(kinds, hosted, strict=True) if is_hosted}
+    return [tool for tool, is_hosted in zip(tools, hosted, strict=True) if not is_hosted]
+
+
+@cache
+def _shape(kind: Any) -> _Shape | None:
+    return _of(inspected.type_info(kind))
+
+
+def _of(kind: inspected.Type) -> _Shape | None:
+    match kind:
+        case inspected.Metadata(type=inside):
+            return _of(inside)
+        case inspected.ListType(item_type=item):
+            items = _of(item)
+            return None if items is None else _Shape(items=items)
+        case inspected.UnionType(types=types):
+            united = _Shape()
+            for shape in filter(None, map(_of, types)):
+                united.tag_field = united.tag_field or shape.tag_field
+                united.structs |= shape.structs
+                united.items = united.items or shape.items
+            return united if united.structs or united.items else None
+        case inspected.StructType(cls=cls, fields=fields, tag=tag, tag_field=tag_field):
+            inside = {each.encode_name: _of(each.type) for each in fields}
+            struct = _Struct(
+                inside, issubclass(cls, Lenient), getattr(cls, "hosted", None), getattr(cls, "keeps_hosted", False)
+            )
+            return _Shape(tag_field, {tag: struct})
+    return None
