@@ -28,8 +28,9 @@ class Agent:
     home: Path
     work: Path
 
-    def run(self, *command: str, **variables: str) -> str:
-        """What a program says. Raises AssertionError with the end of it if the program fails, or takes too long."""
+    def run(self, *command: str, ends: tuple[int, ...] = (0,), **variables: str) -> str:
+        """What a program says. Raises AssertionError with the end of it if the program takes too long, or ends with
+        another code than one of `ends`."""
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "NODE_OPTIONS") if name in os.environ}
         folders = {"HOME": str(self.home), "XDG_CONFIG_HOME": str(self.home / ".config"), "TMPDIR": str(self.home)}
         try:
@@ -47,7 +48,8 @@ class Agent:
         except subprocess.TimeoutExpired as late:
             said = (late.output or b"")[-2000:]
             raise AssertionError(f"{command[0]} took longer than {WAIT_S} s: {said!r}; {self.answers()}") from None
-        assert done.returncode == 0, f"{command[0]} ended with {done.returncode}: {done.stdout[-2000:]}; {self.answers()}"
+        ended = f"{command[0]} ended with {done.returncode}: {done.stdout[-2000:]}; {self.answers()}"
+        assert done.returncode in ends, ended
         return done.stdout
 
     def answers(self) -> list[str]:

@@ -45,6 +45,7 @@ class Director:
         self.exchanges: list[Exchange] = []
         self._server = urlsplit(server)
         self._calls: list[tuple[str, dict[str, Any]]] = []
+        self._texts: list[str] = []
         self._too_long = 0
         self._lock = threading.Lock()
         director = self
@@ -76,6 +77,10 @@ class Director:
         """The next answer that may call this tool does so. Namespaces are written before the name, with a dot."""
         self._calls.append((tool, arguments))
 
+    def say(self, text: str) -> None:
+        """The next answer, which is not to a request that a call has been told for, is this text."""
+        self._texts.append(text)
+
     def overflow(self, requests: int = 1) -> None:
         """The next requests have prompts longer than any context."""
         self._too_long = requests
@@ -86,7 +91,8 @@ class Director:
         return [each for each in self.exchanges if each.status != 200]
 
     def told(self) -> None:
-        """Raises AssertionError unless every call has been made."""
+        """Raises AssertionError unless every call has been made, and every text said."""
+        assert not self._texts, f"never asked for {self._texts[0]!r}; asked: {self._asked()}"
         assert not self._calls, f"never asked with the tool {self._calls[0][0]!r}; asked: {self._asked()}"
 
     def _asked(self) -> list[str]:
@@ -135,8 +141,8 @@ class Director:
             if (tool := _find(body, told[0])) is not None:
                 self._calls.remove(told)
                 _demand(path, body, tool, *told)
-                break
-        return body
+                return body
+        return body | {"guided_choice": [self._texts.pop(0)]} if self._texts else body
 
 
 def _tools(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
