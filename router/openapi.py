@@ -90,8 +90,8 @@ def schemas(models: list[str], vocab_size: int, max_priority: int) -> dict[str, 
     for body in _TYPES:
         for flag in getattr(body, "neutral_flags", ()):
             made[body.__name__]["properties"][flag]["anyOf"] = [{"enum": [False, None]}]
-    for kind in _below(requests.Lenient):
-        made.get(kind.__name__, {}).pop("additionalProperties", None)
+    for lenient in _below(requests.Lenient):
+        made.get(lenient.__name__, {}).pop("additionalProperties", None)
     asked = made["ResponsesRequest"]["properties"]
     (items,) = (way for way in asked["input"]["anyOf"] if way["type"] == "array")
     items["items"] = {"anyOf": [reference(item.__name__) for item in responses_types.ITEMS]}
@@ -108,8 +108,9 @@ def schemas(models: list[str], vocab_size: int, max_priority: int) -> dict[str, 
     return made
 
 
-def _below(kind: type) -> Iterator[type]:
+def _below(kind: type[requests.Body]) -> Iterator[type[requests.Body]]:
     """The types that inherit from one."""
+    each: type[requests.Body]
     for each in kind.__subclasses__():
         yield each
         yield from _below(each)

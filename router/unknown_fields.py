@@ -20,7 +20,7 @@ _INDEX = re.compile(r"\[\d+\]")
 class _Struct:
     """An object of a type. `open`: whether its unknown fields are passed over."""
 
-    fields: Mapping[str, "_Shape"]
+    fields: Mapping[str, "_Shape | None"]
     open: bool
     hosted: re.Pattern[str] | None
     keeps_hosted: bool
@@ -79,12 +79,17 @@ def _run_here(tools: list[Any], shape: _Shape, passed: dict[str, None]) -> list[
     struct = next(iter(shape.structs.values()), None)
     if struct is None or struct.hosted is None:
         return tools
-    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    hosted = [isinstance(kind, str) and struct.hosted.fullmatch(kind) is not None for kind in kinds]
-    if struct.keeps_hosted and all(hosted):
+    kept, hosted = [], []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and struct.hosted.fullmatch(kind):
+            hosted.append(kind)
+        else:
+            kept.append(tool)
+    if struct.keeps_hosted and not kept:
         return tools
-    passed |= {hosted_tool(kind): None for kind, is_hosted in zip(kinds, hosted, strict=True) if is_hosted}
-    return [tool for tool, is_hosted in zip(tools, hosted, strict=True) if not is_hosted]
+    passed |= {hosted_tool(kind): None for kind in hosted}
+    return kept
 
 
 @cache
@@ -107,9 +112,9 @@ def _of(kind: inspected.Type) -> _Shape | None:
                 united.items = united.items or shape.items
             return united if united.structs or united.items else None
         case inspected.StructType(cls=cls, fields=fields, tag=tag, tag_field=tag_field):
-            inside = {each.encode_name: _of(each.type) for each in fields}
+            shapes = {each.encode_name: _of(each.type) for each in fields}
             struct = _Struct(
-                inside, issubclass(cls, Lenient), getattr(cls, "hosted", None), getattr(cls, "keeps_hosted", False)
+                shapes, issubclass(cls, Lenient), getattr(cls, "hosted", None), getattr(cls, "keeps_hosted", False)
             )
             return _Shape(tag_field, {tag: struct})
     return None

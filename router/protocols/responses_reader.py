@@ -176,9 +176,9 @@ def read_messages(items: Iterable[tuple[str, Item]]) -> tuple[Message, ...]:
             case SentMessage(content=None):
                 where = f"{path}.content"
                 raise invalid(f"Missing required parameter: {where!r}.", where, "missing_required_parameter")
-            case SentMessage(role="user", content=content):
+            case SentMessage(role="user", content=str() | list() as content):
                 made.append(Message("user", _text(content, f"{path}.content")))
-            case SentMessage(content=content):
+            case SentMessage(content=str() | list() as content):
                 text = _text(content, f"{path}.content")
                 if len(made) == 1 and last.role == "system":
                     made[-1] = replace(last, text=f"{last.text}\n\n{text}")
@@ -202,8 +202,8 @@ def read_messages(items: Iterable[tuple[str, Item]]) -> tuple[Message, ...]:
                     made.append(Message("assistant", calls=(call,)))
             case SentOutput(call_id=call_id, output=output):
                 text = _text(output, f"{path}.output")
-                name = tool_names.get(call_id) or (item.name and qualified(item.name, item.namespace))
-                made.append(Message("tool", text, call_id=call_id, name=name))
+                named = qualified(item.name, item.namespace) if item.name else None
+                made.append(Message("tool", text, call_id=call_id, name=tool_names.get(call_id) or named))
             case ItemReference():
                 raise invalid(f"{path!r} refers to an item that refers to another.", path)
     return tuple(made)
@@ -215,14 +215,15 @@ def read_tools(tools: Sequence[Sent], passed_over: set[str]) -> tuple[Tool, ...]
     read: list[Tool] = []
     for sent, path, namespace in _functions(tools, "tools", passed_over):
         tool: SentTool = read_as(SentTool, sent, path, passed_over)
-        name = qualified(tool.name, namespace and namespace.name)
+        group = None if namespace is None else namespace.name
+        name = qualified(tool.name, group)
         if any(name == other.name for other in read):
             raise invalid(f"Two tools are called {name!r}.", f"{path}.name")
         description = tool.description or ""
         if namespace is not None and namespace.description and path.endswith("[0]"):
             description = f"{namespace.description}\n\n{description}"  # what is said of all is said once
         parameters = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
-        read.append(Tool(name, description, parameters, tool.strict is not False, namespace and namespace.name))
+        read.append(Tool(name, description, parameters, tool.strict is not False, group))
     return tuple(read)
 
 

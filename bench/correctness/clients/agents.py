@@ -1,7 +1,8 @@
-"""Agents that are command-line programs: run as a user would, each with a home folder of its own, through a director."""
+"""Agents that are command-line programs, run as a user would: each with its own home folder, through a director."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,10 +78,10 @@ def agent(at: ServedModel) -> Iterator[Agent]:
 
 def program(name: str) -> str:
     """The path of a program that npm has installed in this environment. Raises AssertionError if it is not there."""
-    for folder in (Path(sys.prefix) / "node_modules" / ".bin", *map(Path, os.environ.get("PATH", "").split(os.pathsep))):
-        if (folder / name).exists():
-            return str(folder / name)
-    raise AssertionError(f"there is no {name}: run with --environments, or have npm install it")
+    own = Path(sys.prefix) / "node_modules" / ".bin" / name
+    found = str(own) if own.exists() else shutil.which(name)
+    assert found is not None, f"there is no {name}: run with --environments, or have npm install it"
+    return found
 
 
 def results_of(exchange: Exchange) -> str:

@@ -10,7 +10,12 @@ checks = Checks()
 
 
 def _aider(aider: Agent, *arguments: str) -> str:
-    flags = ("--no-check-update", "--no-show-model-warnings", "--no-show-release-notes", "--analytics-disable")
+    flags: tuple[str, ...] = (
+        "--no-check-update",
+        "--no-show-model-warnings",
+        "--no-show-release-notes",
+        "--analytics-disable",
+    )
     flags += ("--yes-always", "--no-auto-commits", "--map-tokens", "0", "--no-gitignore", "--no-detect-urls")
     return aider.run(
         str(Path(sys.executable).with_name("aider")),

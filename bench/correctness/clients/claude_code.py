@@ -1,6 +1,7 @@
 """Claude Code, Anthropic's agent for the terminal, pointed at the server by its environment variables."""
 
 import json
+from typing import Any
 
 from bench.correctness.clients.agents import MARK, SAID, Agent, agent, came_back, program
 from bench.correctness.clients.checks import Checks, ServedModel
@@ -10,7 +11,9 @@ checks = Checks()
 
 def _ask(claude: Agent, *arguments: str) -> str:
     kinds = ("HAIKU", "SONNET", "OPUS")
-    variables = {f"ANTHROPIC_DEFAULT_{kind}_MODEL": claude.model for kind in kinds} | {"ANTHROPIC_MODEL": claude.model}
+    variables: Any = {f"ANTHROPIC_DEFAULT_{kind}_MODEL": claude.model for kind in kinds} | {
+        "ANTHROPIC_MODEL": claude.model
+    }
     flags = ("--output-format", "json", "--allowedTools", "Bash")
     said = claude.run(
         program("claude"),

@@ -1,7 +1,7 @@
-"""A proxy between an agent and the server that tells the model what to do, as its user would hope it does: which tool to
-call, with which arguments. It also lets a prompt be longer than the context, and keeps what was asked and answered.
+"""A proxy between an agent and the server that tells the model what to do: which tool to call, with which arguments. It
+also lets a prompt be longer than the context, and keeps what was asked and answered.
 
-A tool is told by the agent's own request: `tool_choice` names it, and its schema is narrowed to the one set of arguments.
+A tool is told by the agent's own request: `tool_choice` names it, and its schema is narrowed to one set of arguments.
 So the server, the grammar, the parser and the stream are what they are without the proxy, and any model obeys.
 """
 
@@ -33,7 +33,8 @@ class Exchange:
 
 
 class Director:
-    """The proxy, as a context manager. `url`: of the proxy, without /v1.
+    """The proxy, as a context manager. `url`: of the proxy, without /v1. `preface`: a text that the model says before
+    it calls, in whole answers of chat completions: clients send it back in one message with the calls.
 
         with Director(server) as director:
             director.call("bash", {"command": "echo hi"})
@@ -47,6 +48,7 @@ class Director:
         self._calls: list[tuple[str, dict[str, Any]]] = []
         self._texts: list[str] = []
         self._too_long = 0
+        self.preface = ""
         self._lock = threading.Lock()
         director = self
 
@@ -120,7 +122,8 @@ class Director:
             request.send_header("Connection", "close")
             request.end_headers()
             whole = b""
-            while piece := answer.read1(PIECE):
+            streams = "text/event-stream" in answer.headers.get("content-type", "")
+            while piece := answer.read1(PIECE) if streams else self._prefaced(answer.read()):
                 whole += piece
                 request.wfile.write(piece)
                 request.wfile.flush()
@@ -132,6 +135,13 @@ class Director:
         finally:
             connection.close()
             request.close_connection = True
+
+    def _prefaced(self, answer: bytes) -> bytes:
+        if not self.preface or b'"tool_calls"' not in answer:
+            return answer
+        told = json.loads(answer)
+        told["choices"][0]["message"]["content"] = self.preface
+        return json.dumps(told).encode()
 
     def _directed(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if self._too_long and _names(body):

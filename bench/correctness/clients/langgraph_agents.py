@@ -1,6 +1,7 @@
 """LangGraph: agents over chat completions and Responses, with tools, streams and a memory of threads."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from langchain_core.exceptions import ContextOverflowError
@@ -10,7 +11,7 @@ from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.prebuilt import create_react_agent
 
-from bench.correctness.clients.checks import Checks, ServedModel
+from bench.correctness.clients.checks import Checks, ServedModel, refused
 from bench.correctness.clients.director import LONG_TEXT, Director
 from bench.correctness.clients.forecast import QUESTION, Forecast
 from bench.correctness.clients.forecast import forecast as the_forecast
@@ -80,8 +81,4 @@ def response_format(at: ServedModel) -> None:
 @checks("a full context is the package's own error")
 def full_context(at: ServedModel) -> None:
     for chat in _chats(at):
-        try:
-            chat.invoke(LONG_TEXT)
-        except ContextOverflowError:
-            continue
-        raise AssertionError("the request was not refused")
+        refused(ContextOverflowError, partial(chat.invoke, LONG_TEXT))

@@ -9,6 +9,7 @@ told by `director`.
 import json
 import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def make(tokenizer_folder: Path, folder: Path) -> None:
     for name in FILES:
         shutil.copy(tokenizer_folder / name, folder / name)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    end = tokenizer.token_to_id("<|im_end|>")
+    (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False).ids
     size = tokenizer.get_vocab_size()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -63,7 +64,7 @@ def _weights(tokenizer: Tokenizer, end: int, size: int) -> dict[str, np.ndarray]
         scores[tokenizer.token_to_id(text), 0] = score
     (line,) = tokenizer.encode("\n", add_special_tokens=False).ids  # the prompt's last token
     chain = [line, *tokenizer.encode(SAID, add_special_tokens=False).ids, end]
-    for before, after in zip(chain, chain[1:], strict=False):
+    for before, after in pairwise(chain):
         scores[after, 1:] += 2 * known[before, 1:]
     layer = "model.layers.0"
     shapes = {
@@ -75,7 +76,9 @@ def _weights(tokenizer: Tokenizer, end: int, size: int) -> dict[str, np.ndarray]
         "mlp.up_proj": (HIDDEN, HIDDEN),
         "mlp.down_proj": (HIDDEN, HIDDEN),
     }
-    weights = {f"{layer}.{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    weights: dict[str, np.ndarray] = {
+        f"{layer}.{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()
+    }
     norms = ("model.norm", f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
     weights |= {f"{name}.weight": np.ones(HIDDEN, np.float32) for name in norms}
     return weights | {"model.embed_tokens.weight": known, "lm_head.weight": scores}

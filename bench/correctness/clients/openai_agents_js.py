@@ -25,11 +25,12 @@ def tools(at: ServedModel) -> None:
 @checks("chat: an answer with a text and a call is sent back")
 def said(at: ServedModel) -> None:
     with Director(at.url) as director:
-        director.say('I look.\n<tool_call>\n{"name": "forecast", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>')
+        director.preface = "I look."
+        director.call("forecast", {"city": "Paris", "days": 3})
         javascript.run(SCRIPT, "said", director.url, at.model)
         director.told()
         (_, second, *_) = director.exchanges
-        assert not director.refused and "messages[].content[].role" in second.headers["x-shoal-ignored"], second.headers
+        assert not director.refused and "messages[].content[].role" in second.headers["x-shoal-ignored"], second
 
 
 @checks("second turns: a session, and a list with everything that was said")

@@ -12,7 +12,12 @@ def _run(opencode: Agent, *arguments: str, ends: tuple[int, ...] = (0,)) -> str:
     models = {opencode.model: {"name": "Shoal's", "limit": {"context": 131_072, "output": 4096}}}
     options = {"baseURL": f"{opencode.director.url}/v1", "apiKey": "none"}
     provider = {"npm": "@ai-sdk/openai-compatible", "name": "Shoal", "options": options, "models": models}
-    config = {"provider": {"shoal": provider}, "permission": {"bash": "allow"}, "autoupdate": False, "share": "disabled"}
+    config = {
+        "provider": {"shoal": provider},
+        "permission": {"bash": "allow"},
+        "autoupdate": False,
+        "share": "disabled",
+    }
     (opencode.work / "opencode.json").write_text(json.dumps(config))
     return opencode.run(program("opencode"), "run", "--model", f"shoal/{opencode.model}", *arguments, ends=ends)
 

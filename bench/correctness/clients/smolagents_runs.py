@@ -66,7 +66,10 @@ def turns(at: ServedModel) -> None:
 def code(at: ServedModel) -> None:
     written: Any = {"extra_body": {"guided_choice": ["Thought: I answer.\n<code>\nfinal_answer('blue')\n</code>"]}}
     assert CodeAgent(tools=[], model=_model(at, **written), verbosity_level=0).run(QUESTION) == "blue"
-    form = {"type": "object", "properties": {"thought": {"const": "x"}, "code": {"const": "final_answer('blue')"}}}
+    form: dict[str, Any] = {
+        "type": "object",
+        "properties": {"thought": {"const": "x"}, "code": {"const": "final_answer('blue')"}},
+    }
     form |= {"required": ["thought", "code"], "additionalProperties": False}
     narrowed: Any = {"extra_body": {"response_format": None, "guided_json": form}}
     agent = CodeAgent(tools=[], model=_model(at, **narrowed), use_structured_outputs_internally=True, verbosity_level=0)
