@@ -14,10 +14,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+from bench.correctness.clients.checks import long_text
+
 WAIT_S = 300
 PIECE = 1 << 16
 OWN_HEADERS = ("host", "content-length", "connection", "accept-encoding", "transfer-encoding")
-LONG_TEXT = "so it goes on and on, " * 50_000  # 350,000 tokens and more
 ENDPOINTS = ("/chat/completions", "/responses", "/messages")
 
 
@@ -44,7 +45,9 @@ class Director:
 
     def __init__(self, server: str) -> None:
         self.exchanges: list[Exchange] = []
+        self._url = server
         self._server = urlsplit(server)
+        self._long_text = ""
         self._calls: list[tuple[str, dict[str, Any]]] = []
         self._texts: list[str] = []
         self._too_long = 0
@@ -84,7 +87,8 @@ class Director:
         self._texts.append(text)
 
     def overflow(self, requests: int = 1) -> None:
-        """The next requests have prompts longer than any context."""
+        """The next requests that have tools have prompts longer than the context."""
+        self._long_text = long_text(self._url)
         self._too_long = requests
 
     @property
@@ -146,7 +150,8 @@ class Director:
     def _directed(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if self._too_long and _names(body):
             self._too_long -= 1
-            return _lengthened(body)
+            where = "input" if "input" in body else "messages"
+            return body | {where: [*body[where], {"role": "user", "content": self._long_text}]}
         for told in self._calls:
             if (tool := _find(body, told[0])) is not None:
                 self._calls.remove(told)
@@ -192,9 +197,3 @@ def _demand(path: str, body: dict[str, Any], tool: dict[str, Any], name: str, ar
         body |= {"tool_choice": choice, "parallel_tool_calls": False}
     else:
         body |= {"tool_choice": {"type": "function", "function": {"name": name}}, "parallel_tool_calls": False}
-
-
-def _lengthened(body: dict[str, Any]) -> dict[str, Any]:
-    said = {"role": "user", "content": LONG_TEXT}
-    where = "input" if "input" in body else "messages"
-    return body | {where: [*body[where], said]}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import dspy
 
 from bench.correctness.clients.checks import Checks, ServedModel, refused
-from bench.correctness.clients.director import LONG_TEXT, Director
+from bench.correctness.clients.director import Director
 from bench.correctness.clients.forecast import QUESTION, forecast
 
 checks = Checks()
@@ -83,5 +83,5 @@ def stream(at: ServedModel) -> None:
 
 @checks("a full context is the package's own error")
 def full_context(at: ServedModel) -> None:
-    error = refused(Exception, lambda: _lm(at)(LONG_TEXT))
+    error = refused(Exception, lambda: _lm(at)(at.long_text))
     assert "ContextWindow" in type(error).__name__, repr(error)[:500]  # the class has moved between versions

@@ -12,7 +12,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.prebuilt import create_react_agent
 
 from bench.correctness.clients.checks import Checks, ServedModel, refused
-from bench.correctness.clients.director import LONG_TEXT, Director
+from bench.correctness.clients.director import Director
 from bench.correctness.clients.forecast import QUESTION, Forecast
 from bench.correctness.clients.forecast import forecast as the_forecast
 
@@ -81,4 +81,4 @@ def response_format(at: ServedModel) -> None:
 @checks("a full context is the package's own error")
 def full_context(at: ServedModel) -> None:
     for chat in _chats(at):
-        refused(ContextOverflowError, partial(chat.invoke, LONG_TEXT))
+        refused(ContextOverflowError, partial(chat.invoke, at.long_text))

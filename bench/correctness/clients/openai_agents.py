@@ -9,7 +9,6 @@ import openai
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, SQLiteSession
 
 from bench.correctness.clients.checks import Checks, ServedModel, refused
-from bench.correctness.clients.director import LONG_TEXT
 from bench.correctness.clients.forecast import QUESTION, Forecast, forecast
 
 checks = Checks()
@@ -117,7 +116,7 @@ def hints(at: ServedModel) -> None:
 def full_context(at: ServedModel) -> None:
     async def use(model: Any) -> None:
         error: Any
-        (error,) = await asyncio.gather(Runner.run(Agent(name="A", model=model), LONG_TEXT), return_exceptions=True)
+        (error,) = await asyncio.gather(Runner.run(Agent(name="A", model=model), at.long_text), return_exceptions=True)
         assert isinstance(error, openai.BadRequestError) and error.code == "context_length_exceeded", error
 
     _each(at, use)
