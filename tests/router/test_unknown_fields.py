@@ -1,4 +1,4 @@
-"""Fields that no type knows: passed over in messages, parts and tools, refused everywhere else."""
+"""Fields that no type knows: passed over in messages, parts and tools, refused everywhere else. Histories of others."""
 
 import json
 from typing import Any
@@ -183,3 +183,75 @@ def test_tools_that_the_client_would_run_are_refused(kind: str) -> None:
     with pytest.raises(ApiError) as caught:
         responses_conversation(Asked(request, passed_over=names))
     assert (caught.value.param, caught.value.code) == ("tools[0].type", "unsupported_tool")
+
+
+# ---------------------------------------------------------------- histories of other servers
+
+
+def read(*messages: dict[str, Any]) -> tuple[Message, ...]:
+    return chat_conversation(passed_over(ChatRequest, {"messages": [USER, *messages]})[0]).messages[1:]
+
+
+@pytest.mark.parametrize(
+    ("answer", "read_as"),
+    [
+        ({"content": []}, Message("assistant")),
+        ({"content": None}, Message("assistant")),
+        ({}, Message("assistant")),
+        ({"content": None, "reasoning_content": "hm"}, Message("assistant", "", "hm")),
+        ({"content": [{"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "y"}]},
+         Message("assistant", "y", "hm")),
+        ({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": t} for t in "hm"]}]},
+         Message("assistant", "", "hm")),
+        ({"content": [{"type": "reasoning", "text": "a"}, {"type": "reasoning", "reasoning": "b"}]},
+         Message("assistant", "", "a\nb")),
+        ({"content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "y"}]},
+         Message("assistant", "y")),
+        ({"content": [{"type": "thinking", "thinking": "a"}], "reasoning": "b"}, Message("assistant", "", "b")),
+        ({"content": "", "refusal": "no", "annotations": [{"type": "url_citation"}]}, Message("assistant", "no")),
+    ],
+)  # fmt: skip
+def test_answers_of_all_kinds(answer: dict[str, Any], read_as: Message) -> None:
+    assert read({"role": "assistant"} | answer) == (read_as,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [({"q": "é", "n": [1]}, '{"q": "é", "n": [1]}'), (None, ""), ("{}", "{}"), ("{", "{")],
+)
+def test_arguments_of_past_calls(arguments: Any, text: str) -> None:
+    call = {"id": "c", "type": None, "function": {"name": "f", "arguments": arguments}}
+    (message,) = read({"role": "assistant", "content": None, "tool_calls": [call]})
+    assert message.calls == (ToolCall("c", "f", text),)
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+    asked = Asked(passed_over(ResponsesRequest, {"input": [USER, item]})[0])
+    assert responses_conversation(asked).messages[1].calls == message.calls
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": arguments}
+    turns = [USER, {"role": "assistant", "content": [use]}, USER]
+    request, _ = passed_over(MessagesRequest, {"max_tokens": 1, "messages": turns})
+    assert messages_conversation(request).messages[1].calls == message.calls
+
+
+def test_calls_from_before_they_had_ids() -> None:
+    called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    messages = read(called, {"role": "function", "name": "f", "content": "3"})
+    (call,) = messages[0].calls
+    assert (call.name, call.arguments) == ("f", "{}")
+    assert messages[1] == Message("tool", "3", call_id=call.id, name="f")
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": None}, "messages[1].content"),
+        ({"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}, "messages[1].content"),
+        ({"role": "user", "content": "x", "function_call": {"name": "f"}}, "messages[1].function_call"),
+        ({"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": [1]}}]},
+         "messages[1].tool_calls[0].function.arguments"),
+        ({"role": "assistant", "content": [{"type": "thinking", "thinking": 3}]}, "messages[1].content[0].thinking"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_in_a_history(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read(message)
+    assert caught.value.param == param
