@@ -354,7 +354,7 @@ class ThinkingPart(Lenient, frozen=True, kw_only=True, tag_field="type", tag="th
     thinking: str | list[TextPart] | None = None
 
 
-class ReasoningPart(Lenient, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+class ReasonedPart(Lenient, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
     """As `ThinkingPart`, by other names."""
 
     text: str | None = None
@@ -373,7 +373,7 @@ Part = (
     | AudioPart
     | VideoPart
     | ThinkingPart
-    | ReasoningPart
+    | ReasonedPart
     | RedactedThinkingPart
 )
 ProviderFields = Annotated[dict[str, Any] | None, Meta(description="LiteLLM adds it to answers; not used")]

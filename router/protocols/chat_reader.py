@@ -19,7 +19,7 @@ from router.requests import (
     ImagePart,
     NamedTool,
     Part,
-    ReasoningPart,
+    ReasonedPart,
     RedactedThinkingPart,
     RefusalPart,
     TextPart,
@@ -150,7 +150,7 @@ def _read(content: str | Sequence[Part] | None, path: str) -> tuple[str | None, 
         match part:
             case ThinkingPart(thinking=thinking):
                 thoughts.append(thinking if isinstance(thinking, str) else _joined(thinking or ()))
-            case ReasoningPart(text=text, reasoning=reasoning):
+            case ReasonedPart(text=text, reasoning=reasoning):
                 thoughts.append(text or reasoning or "")
             case RedactedThinkingPart():
                 pass

@@ -2,7 +2,7 @@
 
 Strict, as `router/requests.py`: unknown fields are errors, except in blocks, turns and tools. Fields that steer
 Anthropic's own service and change nothing here are accepted and not used. Blocks of that service are refused by name,
-its tools are passed over beside others.
+its tools are passed over where there are others.
 """
 
 from typing import Annotated, Any, Literal

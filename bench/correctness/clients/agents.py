@@ -30,7 +30,7 @@ class Agent:
     work: Path
 
     def run(self, *command: str, ends: tuple[int, ...] = (0,), **variables: str) -> str:
-        """What a program says. Raises AssertionError with the end of it if the program takes too long, or ends with
+        """The output of a program. Raises AssertionError with the end of it if the program takes too long, or ends with
         another code than one of `ends`."""
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "NODE_OPTIONS") if name in os.environ}
         folders = {"HOME": str(self.home), "XDG_CONFIG_HOME": str(self.home / ".config"), "TMPDIR": str(self.home)}

@@ -52,7 +52,7 @@ def command(at: ServedModel) -> None:
 @checks("a function of a namespace is called, and its result sent back")
 def namespace(at: ServedModel) -> None:
     with agent(at) as codex:
-        codex.director.call("multi_agent_v1.close_agent", {"target": "nobody"})
+        codex.director.call("multi_agent_v1.close_agent", {"target": "someone else"})
         assert SAID in _exec(codex, "Send them home.")
         codex.director.told()
         sent = codex.all_taken()[-1].sent["input"]

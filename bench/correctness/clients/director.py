@@ -55,8 +55,8 @@ class Director:
         self._lock = threading.Lock()
         director = self
 
-        class Handler(BaseHTTPRequestHandler):
-            """One request of the agent's."""
+        class ForwardingHandler(BaseHTTPRequestHandler):
+            """A request of the agent's."""
 
             def do_GET(self) -> None:
                 director._forward(self)
@@ -66,7 +66,7 @@ class Director:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), ForwardingHandler)
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 

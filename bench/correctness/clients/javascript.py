@@ -1,4 +1,4 @@
-"""The clients in JavaScript: scripts that node runs beside the packages that npm has installed."""
+"""The clients in JavaScript: scripts that node runs with packages that npm has installed."""
 
 import os
 import shutil
