@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 TORCH = "torch==2.13.0", "transformers==5.23.0"
+OPENAI = "openai==3.57.0"
 ZOD = "zod@4.6.7"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -40,12 +41,12 @@ CLIENTS: Mapping[str, ShippedClient] = {
     "outlines": ShippedClient("outlines_vllm", ("outlines==1.3.3", "openai==3.54.0")),
     "guidellm": ShippedClient("guidellm_runs", ("guidellm==0.8.1", *TORCH)),
     "lm-eval": ShippedClient("lm_eval_tasks", ("lm-eval[api,hf]==0.4.13", *TORCH, "accelerate==1.15.0")),
-    "openai-agents": ShippedClient("openai_agents", ("openai-agents==0.24.0",)),
+    "openai-agents": ShippedClient("openai_agents", ("openai-agents==0.24.0", OPENAI)),
     "openai-agents-js": ShippedClient("openai_agents_js", packages=("@openai/agents@0.20.0", "openai@7.59.0", ZOD)),
     "ai-sdk": ShippedClient("ai_sdk", packages=("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", ZOD)),
-    "langgraph": ShippedClient("langgraph_agents", ("langgraph==1.2.24", "langchain-openai==1.7.4")),
-    "smolagents": ShippedClient("smolagents_runs", ("smolagents[openai]==1.26.0",)),
-    "dspy": ShippedClient("dspy_programs", ("dspy==3.4.1",)),
+    "langgraph": ShippedClient("langgraph_agents", ("langgraph==1.2.24", "langchain-openai==1.7.4", OPENAI)),
+    "smolagents": ShippedClient("smolagents_runs", ("smolagents[openai]==1.26.0", OPENAI)),
+    "dspy": ShippedClient("dspy_programs", ("dspy==3.4.1", OPENAI)),
     "codex": ShippedClient("codex_cli", packages=("@openai/codex@0.171.0",)),
     "claude-code": ShippedClient(
         "claude_code",
