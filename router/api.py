@@ -32,6 +32,7 @@ from router.auth import Keys, client_of
 from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
 from router.choices import ChoicesFormat, choices_job
+from router.control_routes import control_routes
 from router.embedding_routes import embedding_routes
 from router.errors import ApiError, invalid
 from router.generation import Format, Generation
@@ -111,6 +112,7 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
     app.include_router(_model_routes(models), dependencies=dependencies)
     app.include_router(adapter_routes(models), dependencies=dependencies)
     app.include_router(_operator_routes(models, app.version))
+    app.include_router(control_routes(models, keys))
     app.include_router(page_routes(models, app.version, bool(keys)))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -137,6 +139,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
     errors = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503, 504)
 
     async def answer(request: Request, service: Service, stream: bool, job: PreparedRequest, form: Format) -> Response:
+        request.state.also_named(job.id)
         generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
         if stream:
             return EventStream(generation.stream)
@@ -202,6 +205,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
             form = CompletionFormat(job, service.model, service.tokenizer)
             return await answer(request, service, bool(body.stream), job, form)
         state = request.state
+        state.also_named(job.id)
         template = TemplateStream(service, calls, job, prepared, state.name, state.ticket, state.timeout_s)
         return EventStream(template.stream)
 
@@ -271,7 +275,8 @@ def _model_routes(models: Models) -> APIRouter:
         """The tokens of a text or of a conversation."""
         service, body, size = await models.read(request, TokenizeRequest)
         tokens = await service.in_thread(size, _tokens, service, body)
-        return _json(TokenizeResponse(tokens, len(tokens), service.context_length))
+        spelled = service.tokenizer.spelled(tokens) if body.return_token_strs else None
+        return _json(TokenizeResponse(tokens, len(tokens), service.context_length, spelled))
 
     @routes.post(
         "/detokenize",
@@ -327,6 +332,7 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
         """The version of Shoal."""
         return _json(Version(version))
 
+    @routes.head("/metrics", include_in_schema=False)
     @routes.get("/metrics", responses={200: {"description": "the metrics", "content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
@@ -378,15 +384,13 @@ def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
         raise invalid("Send either 'prompt' or 'messages'.", "prompt")
     tokenizer = service.tokenizer
     if body.prompt is not None:
-        if body.add_generation_prompt:
-            raise invalid("'add_generation_prompt' is for 'messages'.", "add_generation_prompt")
-        if body.chat_template_kwargs:
-            raise invalid("'chat_template_kwargs' is for 'messages'.", "chat_template_kwargs")
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise invalid(f"{name!r} is for 'messages'.", name)
         return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-    assert body.messages is not None
     conversation = tokenized_conversation(body)
     try:
-        text = chat_prompt(conversation, service.output_format, tokenizer, body.add_generation_prompt is not False)
+        text = chat_prompt(conversation, service.output_format, tokenizer)
     except TemplateError as error:
         raise invalid(str(error), error.param) from None
     return tokenizer.encode(text, bool(body.add_special_tokens))

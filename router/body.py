@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from router.errors import ApiError, busy, invalid
 from router.literals import allowed_values
+from router.neutral_fields import without_neutral
 from router.requests import Body
 from router.sse import ClientGone
 from router.unknown_fields import without_unknown
@@ -101,16 +102,31 @@ def parse(model: type[Known], body: bytes, passed_over: set[str] | None = None) 
     """Decodes `body` as `model`. Raises ApiError (400) that names the parameter at fault. Stops at the first fault, so
     that a body full of faults costs no more than a good one. `passed_over` gets the names of what is passed over."""
     try:
-        try:
-            request = msgspec.json.decode(body, type=model)
-        except msgspec.ValidationError as error:
-            request = _leniently(msgspec.json.decode(body), model, "", error, passed_over)
+        request = _decoded(model, body, passed_over)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), model) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"The body of the request is not valid JSON: {error}.", code="invalid_json") from None
     except RecursionError:
         raise invalid("The body of the request is nested too deeply.", code="invalid_json") from None
     _refuse_flags(request, "")
     return request
+
+
+def _decoded(model: type[Known], body: bytes, passed_over: set[str] | None) -> Known:
+    """The body as `model`, without what asks for nothing: fields of other servers at their neutral values, and what
+    `without_unknown` passes over. Raises msgspec's exceptions: that of JSON which is broken before that of a field."""
+    try:
+        return msgspec.json.decode(body, type=model)
+    except msgspec.ValidationError:
+        value = msgspec.json.decode(body)  # the fault may come before the end that is missing
+        kept, passed = without_unknown(without_neutral(value, model), model)
+        if kept == value:
+            raise
+    read = msgspec.convert(kept, model)
+    if passed_over is not None:
+        passed_over.update(passed)
+    return read
 
 
 def read_as(kind: Any, value: Any, param: str, passed_over: set[str] | None = None) -> Any:

@@ -10,9 +10,9 @@ from router.formats.format import OutputFormat
 from router.tokenizer import Tokenizer
 
 
-def chat_prompt(conversation: Conversation, format: OutputFormat, tokenizer: Tokenizer, answer: bool = True) -> str:
-    """The text of a conversation, up to where the model's answer begins, or without that with `answer` False. It has
-    its special tokens. Raises TemplateError."""
+def chat_prompt(conversation: Conversation, format: OutputFormat, tokenizer: Tokenizer) -> str:
+    """The text of a conversation, up to where the model's answer begins or goes on. It has its special tokens. Raises
+    TemplateError."""
     tools = conversation.callable_tools
     messages: Sequence[Message] = conversation.messages
     if "tools" not in (tokenizer.template_source or "tools"):
@@ -22,20 +22,26 @@ def chat_prompt(conversation: Conversation, format: OutputFormat, tokenizer: Tok
         messages = _one_call_each(messages)
     text = tokenizer.render_chat(
         [_for_template(message, format) for message in messages],
-        answer,
+        conversation.begins_answer,
         {**_thinking(conversation), **conversation.arguments},
         [_tool(tool) for tool in tools] or None,
     )
-    return text + _prefill(conversation.prefill, text, format) if answer and conversation.prefill else text
+    is_begun = conversation.prefill or conversation.prefill_thinking
+    return text + _prefill(conversation, text, format) if is_begun else text
 
 
-def _prefill(prefill: str, prompt: str, format: OutputFormat) -> str:
-    """The beginning of an answer, after the end of thinking that the prompt has opened. Raises TemplateError."""
+def _prefill(conversation: Conversation, prompt: str, format: OutputFormat) -> str:
+    """The beginning of an answer, after thinking that it or the prompt has opened. Raises TemplateError."""
     if format.channels is not None:
         raise TemplateError("the last one must not be the assistant's: this model's answers cannot be begun for it")
-    if format.thinking is not None and format.opens_thinking(prompt):
-        return f"{format.thinking.end}\n\n{prefill}"
-    return prefill
+    prefill, thinking, marks = conversation.prefill, conversation.prefill_thinking, format.thinking
+    if marks is None:
+        return prefill
+    is_open = format.opens_thinking(prompt)
+    if thinking:
+        thinking = thinking if is_open else f"{marks.begin}{marks.label}\n{thinking}"
+        return f"{thinking}\n{marks.end}\n\n{prefill}" if prefill else thinking
+    return f"{marks.end}\n\n{prefill}" if is_open else prefill
 
 
 def check_arguments(conversation: Conversation) -> None:

@@ -40,7 +40,7 @@ class ModelConfig(BaseModel):
         description="seconds that a request, or a stream that lost its replica, waits while no replica is there, "
         "before it ends with no_replica",
     )
-    max_prompts: int = Field(256, ge=1, description="most sequences (prompts times n) per HTTP request")
+    max_prompts: int = Field(2048, ge=1, description="most sequences (prompts times n) per HTTP request")
     clamp_max_tokens: bool = Field(
         False,
         description="whether max_tokens may be more than what the context has left after the prompt: the answer then "

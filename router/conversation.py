@@ -4,9 +4,17 @@ Chat completions, Responses and Messages each have a reader that makes a `Conver
 written by one of three writers, from the deltas of `router/deltas.py`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+
+def arguments_text(arguments: str | Mapping[str, Any] | None) -> str:
+    """The arguments of a past call as text, in whichever form a client has kept them."""
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments or {}, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,8 @@ class Conversation:
     """Messages, and what the answer to them may be.
 
     `arguments`: further variables of the chat template. `prefill`: the beginning of the answer, which goes on from
-    there.
+    there; `prefill_thinking` is the thinking before it, which goes on where there is no `prefill`. `begins_answer`:
+    whether the prompt ends where an answer begins.
     """
 
     messages: tuple[Message, ...]
@@ -89,6 +98,8 @@ class Conversation:
     thinking: Thinking = Thinking()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     prefill: str = ""
+    prefill_thinking: str = ""
+    begins_answer: bool = True
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

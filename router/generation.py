@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -26,6 +26,8 @@ from worker.messages import Output, SamplingParams, SchemaCheck, TokenLogprobs
 
 # With a keyword that half of the answers violate, one in 16 is still invalid then.
 _MOST_SAMPLED_AGAIN = 3
+# Sequences of one request that run at once: a request of 2,048 texts must not fill the queues of replicas.
+_MOST_AT_ONCE = 512
 
 NO_USAGE = Usage(0, 0, 0, PromptTokensDetails(0))
 OnPiece = Callable[[Piece], Awaitable[None]]
@@ -148,7 +150,7 @@ class Generation:
     async def _run_all(self, sequences: list[Coroutine[Any, Any, None]]) -> None:
         """Runs the sequences to their ends. Raises ApiError, also when the time is over."""
         async with within(self._timeout_s, self._job.arrived, self._service.missed_deadline):
-            await _together(sequences)
+            await _together(sequences, _MOST_AT_ONCE)
 
     async def _collected(self, sequence: Choice, answer: "Answer") -> Piece:
         """Runs one sequence. Returns all of its text as one piece."""
@@ -160,7 +162,8 @@ class Generation:
             text.append(piece.text)
             whole.tokens += piece.tokens
             whole.token_ids += piece.token_ids
-            whole.finish_reason, whole.stop = piece.finish_reason, piece.stop
+            whole.finish_reason, whole.stop, whole.stop_token_id = piece.finish_reason, piece.stop, piece.stop_token_id
+            whole.prompt_logprobs = piece.prompt_logprobs or whole.prompt_logprobs
             if piece.deltas is not None:
                 deltas.extend(piece.deltas)
                 whole.deltas = deltas
@@ -221,10 +224,13 @@ class Generation:
                             answer.cached_tokens = output.cached_tokens or 0
                             if told is not None:
                                 told.cached_tokens += answer.cached_tokens
+                        if job.prompt_logprobs is not None and output.prompt_logprobs is not None:
+                            await on_piece(Piece(prompt_logprobs=output.prompt_logprobs))
                         if job.echo:
                             prompt = sequence.prompt
-                            await on_piece(answer.text.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
-                        elif output.prompt_logprobs is not None:
+                            of_prompt = _with_top(output.prompt_logprobs, sequence.sampling.logprobs)
+                            await on_piece(answer.text.echo(prompt.token_ids, prompt.text, of_prompt))
+                        elif output.prompt_logprobs is not None and job.prompt_logprobs is None:
                             token_ids = sequence.prompt.token_ids[sequence.sampling.prompt_logprobs_start :]
                             scores = zip(token_ids, output.prompt_logprobs, strict=True)
                             await on_piece(Piece(tokens=[TokenText(0, *score) for score in scores]))
@@ -416,6 +422,8 @@ class Answer:
     def push(self, output: Output) -> Piece:
         """The piece that the output adds. A sequence that may have one call ends with it."""
         piece = self.text.push(output)
+        if piece.finish_reason is not None and piece.stop is None:
+            piece.stop_token_id = output.stop_token_id
         self._check = output.check or self._check
         piece.check, piece.sampled_again = self._check, self.sampled_again
         if self._lexer is None or self._syntax is None:
@@ -474,17 +482,36 @@ def _first_tokens(outputs: list[Output], count: int) -> list[Output]:
     return kept
 
 
+def _with_top(logprobs: Sequence[TokenLogprobs | None] | None, most: int | None) -> list[TokenLogprobs | None] | None:
+    """The log probabilities with at most `most` of the likeliest tokens; None without that number."""
+    if logprobs is None or most is None:
+        return None
+    return [
+        entry if entry is None or len(entry.top) <= most else msgspec.structs.replace(entry, top=entry.top[:most])
+        for entry in logprobs
+    ]
+
+
 def _without_tokens(output: Output) -> Output:
     return msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason="length", stop_token_id=None)
 
 
-async def _together(sequences: list[Coroutine[Any, Any, None]]) -> None:
-    """Runs all sequences concurrently. When one raises, stops the others, then raises its error."""
+async def _together(sequences: list[Coroutine[Any, Any, None]], most: int) -> None:
+    """Runs all sequences, `most` of them at once. When one raises, stops the others, then raises its error."""
     if len(sequences) == 1:
         return await sequences[0]
+    waiting = iter(sequences)
+
+    async def run_some() -> None:
+        for sequence in waiting:
+            await sequence
+
     try:
         async with asyncio.TaskGroup() as group:
-            for sequence in sequences:
-                group.create_task(sequence)
+            for _ in range(min(most, len(sequences))):
+                group.create_task(run_some())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    finally:
+        for sequence in waiting:  # they were never begun
+            sequence.close()

@@ -36,6 +36,7 @@ class Observed:
     | `at_end` | what to do when the answer has ended: functions |
     | `send` | the server's own `send`, for parts of a body that others follow: no middleware looks at these |
     | `shutdown` | the router's `Shutdown`, which may come before the answer has ended |
+    | `aborted` | as `shutdown`, by the client's own wish; a route that generates sets it |
     | `ticket` | the client's; a route that generates sets it. Answers have its headers, and it ends with them |
     | `passed_over` | names of what the request has and this server passes over; `Models` makes it |
 

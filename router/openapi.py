@@ -31,6 +31,7 @@ _TYPES = (
     requests.DetokenizeRequest,
     requests.LoadLoraRequest,
     requests.UnloadLoraRequest,
+    requests.AbortRequest,
     messages_types.MessagesRequest,
     messages_types.CountTokensRequest,
     responses.ChatCompletion,
@@ -48,6 +49,8 @@ _TYPES = (
     responses.TokenizeResponse,
     responses.DetokenizeResponse,
     responses.TokenizerInfo,
+    responses.FlushedCache,
+    responses.AbortedRequests,
     responses.Version,
     responses.Health,
     ServerState,
@@ -81,9 +84,9 @@ def schemas(models: list[str], vocab_size: int, max_priority: int) -> dict[str, 
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
     single = ("ChoicesRequest", "EmbeddingsRequest", "RerankRequest", "ScoreRequest")
     for name in (*single, "MessagesRequest", "CountTokensRequest"):
-        made[name]["properties"]["model"]["enum"] = models
+        made[name]["properties"]["model"]["enum"] = [*models, None]
     for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
-        made[name]["properties"]["model"]["enum"] = models
+        made[name]["properties"]["model"]["enum"] = [*models, None]
         made[name]["properties"]["priority"]["anyOf"][0]["maximum"] = max_priority
         biases, _ = made[name]["properties"]["logit_bias"]["anyOf"]
         biases["propertyNames"] = {"pattern": "^[0-9]{1,9}$"}

@@ -144,6 +144,10 @@ class Tokenizer:
             raise KeyError(token)
         return found
 
+    def spelled(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary spells them."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def token_text(self, token_id: int) -> str:
         """A name for one token: its text, or its bytes written as `bytes:\\xe2\\x80` if they are no whole text."""
         data = self.token_bytes[token_id]

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice
+from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice, arguments_text
 from router.errors import invalid
-from router.protocols.chat_reader import check_choice, past_arguments, text_of_file, unsupported_part
+from router.protocols.chat_reader import check_choice, text_of_file, unsupported_part
 from router.protocols.dialects import THREAD_UNSUPPORTED
 from router.protocols.messages_types import (
     AssistantBlock,
@@ -191,7 +191,7 @@ def _assistant(blocks: list[Placed]) -> Message:
             case ThinkingBlock():
                 thinking.append(block.thinking)
             case ToolUseBlock():
-                calls.append(ToolCall(block.id, block.name, past_arguments(block.input)))
+                calls.append(ToolCall(block.id, block.name, arguments_text(block.input)))
             case RedactedThinkingBlock():
                 pass
             case _:

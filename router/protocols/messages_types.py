@@ -17,6 +17,7 @@ from router.requests import (
     Flag,
     Lenient,
     LenientTool,
+    ModelName,
     Neutral,
     NeutralList,
     NonEmpty,
@@ -252,7 +253,7 @@ class Metadata(Body, frozen=True):
 class CountTokensRequest(Body, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens: a conversation."""
 
-    model: str
+    model: ModelName = None
     messages: Annotated[list[Turn], Meta(min_length=1)]
     system: Annotated[str | list[TextBlock] | None, Meta(description="the system's text, before all messages")] = None
     tools: Annotated[list[CustomTool], Meta(max_length=512)] | None = None

@@ -8,12 +8,21 @@ from typing import Any, TypeVar
 import msgspec
 
 from router.body import read_as
-from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice, qualified
+from router.conversation import (
+    Conversation,
+    Message,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    arguments_text,
+    qualified,
+)
 from router.defaults import SamplingDefaults
 from router.errors import ApiError, invalid
 from router.formats.format import OutputFormat
 from router.prepared_request import PreparedRequest, conversation_job
-from router.protocols.chat_reader import check_choice, past_arguments, text_of_file, unsupported_part
+from router.protocols.chat_reader import check_choice, text_of_file, unsupported_part
 from router.protocols.responses_objects import ReasoningSettings, ResponseObject, TextSettings
 from router.protocols.responses_types import (
     ITEMS,
@@ -135,7 +144,7 @@ def responses_conversation(asked: Asked) -> Conversation:
         thinking=Thinking(
             enabled=None if effort is None else effort != "none",
             effort=effort,
-            budget=request.thinking_token_budget,
+            budget=None if request.thinking_token_budget == -1 else request.thinking_token_budget,
         ),
         arguments=request.chat_template_kwargs or {},
     )
@@ -194,7 +203,7 @@ def read_messages(items: Iterable[tuple[str, Item]]) -> tuple[Message, ...]:
                 pass
             case SentCall(call_id=call_id, arguments=arguments):
                 name = qualified(item.name, item.namespace)
-                call = ToolCall(call_id, name, past_arguments(arguments))
+                call = ToolCall(call_id, name, arguments_text(arguments))
                 tool_names[call_id] = name
                 if last.role == "assistant":
                     made[-1] = replace(last, calls=(*last.calls, call))

@@ -68,6 +68,7 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
             arrived,
             service.config.clamp_max_tokens,
         )
+        request.state.also_named(job.id)
         form = ResponsesFormat(job, response, service.tokenizer)
         generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
         stored = StoredResponse(response, [_listed(item, asked.referred) for item in items] if keeps else [])

@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Meta
 
 from router.requests import (
-    INT32,
     Body,
     Count,
     Flag,
@@ -25,8 +24,10 @@ from router.requests import (
     ReasoningEffort,
     TemplateArguments,
     TextFormat,
+    ThinkingBudget,
     ToolName,
     TopLogprobs,
+    Unused,
 )
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -41,7 +42,7 @@ Include = Literal[
     "message.output_text.logprobs",
 ]
 Anything = Annotated[list[Any], Meta(description="not used")]
-Unused = Annotated[Any, Meta(description="not used")]
+Ignored = Annotated[Any, Meta(description="not used")]
 Namespace = Annotated[str | None, Meta(description="the namespace of the function, where it has one")]
 
 
@@ -110,9 +111,9 @@ class SentCall(Lenient, frozen=True, kw_only=True, tag_field="type", tag="functi
     id: str | None = None
     status: ItemStatus | None = None
     namespace: Namespace = None
-    caller: Unused = None
-    is_async: Unused = msgspec.field(default=None, name="async")
-    async_: Unused = None  # as the openai package writes it down
+    caller: Ignored = None
+    is_async: Ignored = msgspec.field(default=None, name="async")
+    async_: Ignored = None  # as the openai package writes it down
 
 
 class SentOutput(Lenient, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"):
@@ -124,7 +125,7 @@ class SentOutput(Lenient, frozen=True, kw_only=True, tag_field="type", tag="func
     name: str | None = None
     status: ItemStatus | None = None
     namespace: Namespace = None
-    caller: Unused = None
+    caller: Ignored = None
 
 
 class SummaryText(Lenient, frozen=True, tag_field="type", tag="summary_text"):
@@ -220,7 +221,7 @@ class TextOptions(Body, frozen=True, kw_only=True):
     """The form of the answer's text."""
 
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, Meta(description="not used")] = None
 
 
 class ReasoningOptions(Body, frozen=True, kw_only=True):
@@ -279,17 +280,14 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
         Meta(description="kept, and repeated in the answer"),
     ] = None
     service_tier: Annotated[
-        Literal["auto", "default", "flex", "priority"] | None,
+        Literal["auto", "default", "flex", "scale", "priority"] | None,
         Meta(description="there is one tier: the answer says default"),
     ] = None
     safety_identifier: Annotated[str | None, Meta(description="as user, and before it")] = None
     prompt_cache_key: Annotated[str | None, Meta(description="not used: shared prefixes are found without it")] = None
     client_metadata: Annotated[dict[str, str] | None, Meta(description="not used, and not kept")] = None
     chat_template_kwargs: TemplateArguments = None
-    thinking_token_budget: Annotated[
-        Annotated[int, Meta(ge=0, le=INT32)] | None,
-        Meta(description="most tokens of thinking; what is longer is cut off, and the answer begins"),
-    ] = None
+    thinking_token_budget: ThinkingBudget = None
 
     access_programs: Neutral = None
     context_management: NeutralList | None = None
@@ -300,7 +298,11 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
     n: Neutral = None
     program: Neutral = None
     prompt: Neutral = None
-    prompt_cache_options: Neutral = None
-    prompt_cache_retention: Neutral = None
+    prompt_cache_options: Unused = None
+    prompt_cache_retention: Unused = None
+    prompt_logprobs: Neutral = None
     response_format: Neutral = None
+    return_prompt_token_ids: Neutral = None
     return_token_ids: Neutral = None
+    truncate_prompt_tokens: Neutral = None
+    truncation_side: Neutral = None

@@ -33,7 +33,12 @@ def test_tokenize_and_back(stack: Any, tokenizer: Tokenizer) -> None:
         return httpx.post(f"{stack.url}/{path}", json=body).raise_for_status().json()
 
     ids = tokenizer.encode("Hello <|im_end|>")
-    assert post("tokenize", {"prompt": "Hello <|im_end|>"}) == {"tokens": ids, "count": len(ids), "max_model_len": 512}
+    assert post("tokenize", {"prompt": "Hello <|im_end|>"}) == {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": 512,
+        "token_strs": None,
+    }
     assert post("detokenize", {"tokens": ids, "model": "tiny"}) == {"prompt": "Hello <|im_end|>"}
     assert post("detokenize", {"tokens": ids, "skip_special_tokens": True}) == {"prompt": "Hello "}
     chat = "<|im_start|>user\nHello<|im_end|>\n"

@@ -16,6 +16,7 @@ from router.tokenizer import Tokenizer
 from worker.messages import Grammar, SamplingParams
 
 CONTEXT = 64
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
 
 
 def completion(tokenizer: Tokenizer, context: int = CONTEXT, **fields: Any) -> PreparedRequest:
@@ -159,6 +160,11 @@ def test_seeds_are_for_ever() -> None:
         ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a", "b"]')),
         ({"structured_outputs": {"grammar": "x"}}, Grammar("ebnf", "x")),
         ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+        ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG))),
+        (
+            {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+            Grammar("structural_tag", json.dumps(TAG)),
+        ),
     ],
 )
 def test_grammars(tokenizer: Tokenizer, fields: dict[str, Any], grammar: Grammar | None) -> None:
@@ -190,7 +196,6 @@ def test_grammars(tokenizer: Tokenizer, fields: dict[str, Any], grammar: Grammar
         ({"logit_bias": {"²": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"regex": "a", "choice": ["a"]}, "choice"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "regex"),
         ({"ebnf": "a", "choice": ["a"]}, "ebnf"),
@@ -199,6 +204,15 @@ def test_grammars(tokenizer: Tokenizer, fields: dict[str, Any], grammar: Grammar
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"guided_json": "[]"}, "guided_json"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"structural_tag": {"structures": [1]}}},
+            "structured_outputs.structural_tag.structures[0]",
+        ),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": TAG | {"structures": [{"begin": "a", "end": "b"}]}}, "response_format"),
+        ({"response_format": TAG, "regex": "a"}, "regex"),
     ],
 )
 def test_refused_completions(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:

@@ -217,7 +217,7 @@ def test_answers_of_all_kinds(answer: dict[str, Any], read_as: Message) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [({"q": "é", "n": [1]}, '{"q": "é", "n": [1]}'), (None, ""), ("{}", "{}"), ("{", "{")],
+    [({"q": "é", "n": [1]}, '{"q": "é", "n": [1]}'), (None, "{}"), ("{}", "{}"), ("{", "{")],
 )
 def test_arguments_of_past_calls(arguments: Any, text: str) -> None:
     call = {"id": "c", "type": None, "function": {"name": "f", "arguments": arguments}}

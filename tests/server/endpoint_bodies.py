@@ -189,6 +189,7 @@ def embeddings(chance: random.Random) -> dict[str, Any]:
     token_ids = [[chance.randrange(258) for _ in range(chance.randint(1, 30))] for _ in range(2)]
     given = chance.choice([texts[0], texts[:3], token_ids[0], token_ids])
     optional = {"encoding_format": chance.choice(["float", "base64"]), "dimensions": chance.randint(1, 64), "user": "x"}
+    optional |= {"truncate_prompt_tokens": 9, "truncation_side": "left", "truncate": "END"}
     return {"model": MODEL, "input": given} | _some(chance, optional)
 
 
@@ -196,6 +197,7 @@ def rerank(chance: random.Random) -> dict[str, Any]:
     """A query and documents."""
     documents = [chance.choice([text, {"text": text}]) for text in chance.sample(TEXTS, chance.randint(1, 5))]
     optional = {"top_n": chance.randint(1, 9), "return_documents": False, "instruction": "Find it.", "user": "x"}
+    optional |= {"truncate_prompt_tokens": -1}
     return {"model": MODEL, "query": chance.choice(TEXTS), "documents": documents} | _some(chance, optional)
 
 
@@ -204,7 +206,9 @@ def score(chance: random.Random) -> dict[str, Any]:
     first, second = chance.choice([("text_1", "text_2"), ("queries", "documents")])
     several = chance.sample(TEXTS, 3)
     queries = chance.choice([several[0], several, several[:1]])
-    return {"model": MODEL, first: queries, second: several} | _some(chance, {"instruction": "Find it."})
+    return {"model": MODEL, first: queries, second: several} | _some(
+        chance, {"instruction": "Find it.", "truncate": True}
+    )
 
 
 ENDPOINTS: dict[str, Callable[[random.Random], dict[str, Any]]] = {

@@ -28,6 +28,7 @@ from worker.structured_output.markers import Speller
 from worker.structured_output.relaxation import Relaxed
 from worker.structured_output.schema import schema_places
 from worker.structured_output.serialised import serialised
+from worker.structured_output.structural_tag import structural_tag_to_ebnf
 from worker.structured_output.text_rules import text_rules
 from worker.structured_output.tokens import GrammarVocabulary
 from worker.structured_output.tool_calls import tool_calls_to_ebnf
@@ -56,6 +57,8 @@ def to_ebnf(kind: str, text: str, vocabulary: GrammarVocabulary) -> str:
     match kind:
         case "tool_calls":
             return tool_calls_to_ebnf(text, vocabulary)
+        case "structural_tag":
+            return structural_tag_to_ebnf(text, vocabulary)
         case "json_schema" | "json_object" | "regex" | "choice":
             return to_text(text_rules(kind, text), START)
         case "ebnf":

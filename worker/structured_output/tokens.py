@@ -21,6 +21,7 @@ class GrammarVocabulary:
     | attribute | meaning |
     | --- | --- |
     | `added` | ids of added tokens by their texts |
+    | `special` | those of them that are no text, which a grammar allows by their ids only |
     | `end_ids` | tokens that end an output |
     """
 
@@ -38,7 +39,7 @@ class GrammarVocabulary:
         added = {i: each for i, each in tokenizer.get_added_tokens_decoder().items() if i < vocab_size}
         for token_id, each in added.items():
             texts[token_id] = (BY_ID if each.special else b"") + each.content.encode()
-        self._special = [token_id for token_id, each in added.items() if each.special]
+        self.special: Mapping[str, int] = {each.content: i for i, each in added.items() if each.special}
         self._texts = texts
         self.added: Mapping[str, int] = {each.content: token_id for token_id, each in added.items()}
         self.end_ids = frozenset(end_ids)
@@ -48,7 +49,7 @@ class GrammarVocabulary:
         added tokens in it begin with `APART`. Empty for ids that the tokenizer does not have."""
         texts = list(self._texts)
         if apart:
-            for token_id in {*self._special, *(self.added[text] for text in apart if text in self.added)}:
+            for token_id in {*self.special.values(), *(self.added[text] for text in apart if text in self.added)}:
                 texts[token_id] = APART.encode() + texts[token_id].removeprefix(BY_ID)
         return texts
 

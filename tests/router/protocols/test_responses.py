@@ -502,7 +502,7 @@ def test_conversations_are_not_kept_and_the_error_says_what_to_use(says: Callabl
         ({"response_format": {"type": "text"}}, "response_format"),
         ({"include": ["x"]}, "include[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
         ({"background": True, "store": False}, "background"),
