@@ -476,6 +476,7 @@ class ChatMessage(Lenient, frozen=True):
     tool_call_id: Annotated[str | None, Meta(description="of role tool: the call that this is the result of")] = None
     reasoning_content: Annotated[str | None, Meta(description="of role assistant: what the model thought")] = None
     reasoning: Annotated[str | None, Meta(description="as reasoning_content")] = None
+    prefix: Annotated[Flag, Meta(description="of the last message, an assistant's: as continue_final_message")] = None
     provider_specific_fields: ProviderFields = None
 
 

@@ -53,7 +53,8 @@ def tokenized_conversation(request: TokenizeRequest) -> Conversation:
 def _begun(request: ChatRequest | TokenizeRequest) -> Callable[..., Conversation]:
     """A conversation with the messages of a request, and how its prompt ends. Raises ApiError."""
     messages = read_messages(request.messages or [])
-    if not request.continue_final_message:
+    goes_on = request.continue_final_message or (request.messages and request.messages[-1].prefix)
+    if not goes_on:
         return partial(Conversation, messages, begins_answer=request.add_generation_prompt is not False)
     if request.add_generation_prompt:
         raise invalid(

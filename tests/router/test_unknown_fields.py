@@ -232,6 +232,16 @@ def test_arguments_of_past_calls(arguments: Any, text: str) -> None:
     assert messages_conversation(request).messages[1].calls == message.calls
 
 
+def test_a_message_may_be_the_beginning_of_the_answer() -> None:
+    begun = {"role": "assistant", "content": "Yes,"}
+    ways: list[dict[str, Any]] = [{"messages": [USER, begun | {"prefix": True}]}]
+    ways += [{"messages": [USER, begun], "continue_final_message": True}]
+    for sent in ways:
+        conversation = chat_conversation(passed_over(ChatRequest, sent)[0])
+        assert conversation.prefill == "Yes," and len(conversation.messages) == 1
+    assert not chat_conversation(passed_over(ChatRequest, {"messages": [begun | {"prefix": True}, USER]})[0]).prefill
+
+
 def test_calls_from_before_they_had_ids() -> None:
     called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     messages = read(called, {"role": "function", "name": "f", "content": "3"})
