@@ -425,6 +425,7 @@ def _document(app: FastAPI, models: Models, keys: Keys) -> None:
         highest = [service.config.max_priority for service in models.services] or [INT32]
         by_key = keys.highest_priority
         most = max(highest) if by_key is None else max(*highest, by_key)
-        return openapi.completed(make(), names, vocab_size, most)
+        is_needed = len(models.services or models.upstreams) > 1
+        return openapi.completed(make(), names, vocab_size, most, is_needed)
 
     app.openapi = page  # type: ignore[method-assign]

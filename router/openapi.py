@@ -78,15 +78,15 @@ _ERRORS = {
 }
 
 
-def schemas(models: list[str], vocab_size: int, max_priority: int) -> dict[str, Any]:
-    """Schemas of all types, completed with what the types cannot say: the models' names, the range of token ids, which
-    fields go together."""
+def schemas(models: list[str], vocab_size: int, max_priority: int, is_needed: bool) -> dict[str, Any]:
+    """Schemas of all types, completed with what the types cannot say: the models' names, and whether a body must have
+    one (`is_needed`), the range of token ids, which fields go together."""
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
     single = ("ChoicesRequest", "EmbeddingsRequest", "RerankRequest", "ScoreRequest")
     for name in (*single, "MessagesRequest", "CountTokensRequest"):
-        made[name]["properties"]["model"]["enum"] = [*models, None]
+        _name_models(made[name], models, is_needed)
     for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
-        made[name]["properties"]["model"]["enum"] = [*models, None]
+        _name_models(made[name], models, is_needed)
         made[name]["properties"]["priority"]["anyOf"][0]["maximum"] = max_priority
         biases, _ = made[name]["properties"]["logit_bias"]["anyOf"]
         biases["propertyNames"] = {"pattern": "^[0-9]{1,9}$"}
@@ -119,6 +119,11 @@ def _below(kind: type[requests.Body]) -> Iterator[type[requests.Body]]:
         yield from _below(each)
 
 
+def _name_models(schema: dict[str, Any], models: list[str], is_needed: bool) -> None:
+    schema["properties"]["model"]["enum"] = models if is_needed else list(dict.fromkeys([*models, "default", None]))
+    schema["required"] = [*(["model"] if is_needed else []), *schema.get("required", [])]
+
+
 def _given(*names: str) -> dict[str, Any]:
     """The schema of a body that has these fields, not null."""
     return {"properties": {name: {"not": {"type": "null"}} for name in names}, "required": list(names)}
@@ -136,14 +141,16 @@ def _limit_tokens(schema: Any, vocab_size: int) -> None:
             _limit_tokens(part, vocab_size)
 
 
-def completed(page: dict[str, Any], models: list[str], vocab_size: int, max_priority: int) -> dict[str, Any]:
+def completed(
+    page: dict[str, Any], models: list[str], vocab_size: int, max_priority: int, is_needed: bool
+) -> dict[str, Any]:
     """FastAPI's page of the routes, with the schemas that they refer to. Without the 422 that FastAPI adds to routes
     with path parameters: here, no path parameter is invalid."""
     for ways in page["paths"].values():
         for route in ways.values():
             route["responses"].pop("422", None)
     components = page.setdefault("components", {})
-    components["schemas"] = schemas(models, vocab_size, max_priority)
+    components["schemas"] = schemas(models, vocab_size, max_priority, is_needed)
     return page
 
 
