@@ -22,6 +22,9 @@ EXAMPLES = """\
 examples:
   shoal bench clients --client openai,anthropic                    with what is installed here
   shoal bench clients --environments ~/clients --folder MODEL      all clients, each in an environment of its own
+  shoal bench clients --environments ~/clients --client codex      an agent, which npm installs: its prompts are long.
+                        Without a GPU, serve a model that costs nothing to compute, of
+                        python -m bench.correctness.clients.made_model SMOLLM2_FOLDER NEW_FOLDER
 """
 
 

@@ -96,7 +96,16 @@ CODEX = {
         {"type": "function_call", "name": "shell", "arguments": '{"command":["ls"]}', "call_id": "call_1"},
         {"type": "function_call_output", "call_id": "call_1", "output": "a.py"},
     ],
-    "tools": [{"type": "function", "name": "shell", "description": "", "strict": False, "parameters": {}}],
+    "tools": [
+        {"type": "function", "name": "shell", "description": "", "strict": False, "parameters": {}},
+        {
+            "type": "namespace",
+            "name": "multi_agent_v1",
+            "description": "Sub-agents.",
+            "tools": [{"type": "function", "name": "wait", "description": "", "strict": False, "parameters": {}}],
+        },
+        {"type": "web_search", "external_web_access": True},
+    ],
     "tool_choice": "auto",
     "parallel_tool_calls": True,
     "reasoning": {"effort": "medium", "summary": "auto"},
