@@ -49,9 +49,9 @@ def without_unknown(value: Any, kind: Any, path: str = "") -> tuple[Any, Collect
     return kept, passed.keys()
 
 
-def hosted_tool(kind: str) -> str:
-    """The name under which a hosted tool of this type is passed over."""
-    return f"tools[type={kind}]"
+def hosted(path: str, kind: str) -> str:
+    """The name under which an item of the list `path` is passed over because a hosted service would run it, or has."""
+    return f"{path}[type={kind}]"
 
 
 def _kept(value: Any, shape: _Shape | None, path: str, passed: dict[str, None]) -> Any:
@@ -59,7 +59,7 @@ def _kept(value: Any, shape: _Shape | None, path: str, passed: dict[str, None]) 
         return value
     if isinstance(value, list) and shape.items is not None:
         items = shape.items
-        return [_kept(item, items, f"{path}[]", passed) for item in _run_here(value, items, passed)]
+        return [_kept(item, items, f"{path}[]", passed) for item in _run_here(value, items, path, passed)]
     if not isinstance(value, dict) or (struct := shape.struct(value)) is None:
         return value
     before = f"{path}." if path else ""
@@ -74,21 +74,21 @@ def _kept(value: Any, shape: _Shape | None, path: str, passed: dict[str, None]) 
     return kept
 
 
-def _run_here(tools: list[Any], shape: _Shape, passed: dict[str, None]) -> list[Any]:
-    """The items of a list, if they are tools without those that a hosted service would run."""
-    struct = next(iter(shape.structs.values()), None)
+def _run_here(items: list[Any], shape: _Shape, path: str, passed: dict[str, None]) -> list[Any]:
+    """The items of a list without those that a hosted service would run, or has."""
+    struct = next((each for each in shape.structs.values() if each.hosted is not None), None)
     if struct is None or struct.hosted is None:
-        return tools
-    kept, hosted = [], []
-    for tool in tools:
-        kind = tool.get("type") if isinstance(tool, dict) else None
+        return items
+    kept, left_out = [], []
+    for item in items:
+        kind = item.get("type") if isinstance(item, dict) else None
         if isinstance(kind, str) and struct.hosted.fullmatch(kind):
-            hosted.append(kind)
+            left_out.append(kind)
         else:
-            kept.append(tool)
+            kept.append(item)
     if struct.keeps_hosted and not kept:
-        return tools
-    passed |= {hosted_tool(kind): None for kind in hosted}
+        return items
+    passed |= {hosted(path, kind): None for kind in left_out}
     return kept
 
 

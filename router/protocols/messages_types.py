@@ -1,11 +1,12 @@
 """Bodies of Anthropic's Messages: what is asked, and what is answered.
 
 Strict, as `router/requests.py`: unknown fields are errors, except in blocks, turns and tools. Fields that steer
-Anthropic's own service and change nothing here are accepted and not used. Blocks of that service are refused by name,
-its tools are passed over where there are others.
+Anthropic's own service and change nothing here are accepted and not used. Blocks of that service are refused by name
+in the user's turns, and passed over in the assistant's; its tools are passed over where there are others.
 """
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -29,6 +30,10 @@ from router.requests import (
 # ---------------------------------------------------------------- blocks
 
 
+# What hosted tools have done elsewhere, in the assistant's turns.
+HOSTED_BLOCKS = re.compile("server_tool_use|mcp_tool_use|[a-z_]+_tool_result")
+
+
 class CacheControl(Lenient, frozen=True, kw_only=True):
     """A mark up to where a prompt is to be cached. Not used: shared prefixes are found without it."""
 
@@ -42,7 +47,10 @@ class Citations(Lenient, frozen=True):
 
 
 class Block(Lenient, frozen=True, kw_only=True, tag_field="type"):
-    """A part of a message, of the system's text or of a tool's result."""
+    """A part of a message, of the system's text or of a tool's result. `hosted`: types of blocks that are passed over
+    where this one may be."""
+
+    hosted: ClassVar[re.Pattern[str] | None] = None
 
     cache_control: CacheControl | None = None
 
@@ -107,6 +115,8 @@ class SearchResultBlock(Block, frozen=True, kw_only=True, tag="search_result"):
 
 class ToolUseBlock(Block, frozen=True, kw_only=True, tag="tool_use"):
     """A call of a tool."""
+
+    hosted = HOSTED_BLOCKS
 
     id: NonEmpty
     name: NonEmpty

@@ -48,7 +48,7 @@ from router.protocols.responses_types import (
 )
 from router.requests import HOSTED_TOOLS, GenerationRequest, JsonSchema, JsonSchemaFormat
 from router.tokenizer import Tokenizer
-from router.unknown_fields import hosted_tool
+from router.unknown_fields import hosted
 
 TOO_LONG = "context_length_exceeded"
 LOGPROBS = "message.output_text.logprobs"
@@ -157,9 +157,9 @@ def sent_items(request: ResponsesRequest, passed_over: set[str]) -> list[Sent]:
         content = request.input
         return [] if content is None else [{"type": "message", "role": "user", "content": content}]
     items = [_typed(item, f"input[{number}]") for number, item in enumerate(request.input)]
-    hosted = [HOSTED_ITEMS.fullmatch(item["type"]) is not None for item in items]
-    passed_over.update(f"input[type={item['type']}]" for item, done in zip(items, hosted, strict=True) if done)
-    return [item for item, done in zip(items, hosted, strict=True) if not done]
+    kept = [item for item in items if not HOSTED_ITEMS.fullmatch(item["type"])]
+    passed_over.update(hosted("input", item["type"]) for item in items if HOSTED_ITEMS.fullmatch(item["type"]))
+    return kept
 
 
 def references(items: Iterable[Sent]) -> list[str]:
@@ -247,7 +247,7 @@ def _functions(
                 group: SentNamespace = read_as(SentNamespace, sent, here, passed_over)
                 yield from _functions(group.tools, f"{here}.tools", passed_over, group)
             case str(kind) if HOSTED_TOOLS.fullmatch(kind):
-                passed_over.add(hosted_tool(kind))
+                passed_over.add(hosted("tools", kind))
             case str(kind) if kind != "function":
                 raise invalid(
                     f"{here!r} is of type {kind[:100]!r}, which this server does not know. Send those of type "

@@ -177,6 +177,16 @@ def test_hosted_tools_of_messages_are_left_out_beside_others(kind: str) -> None:
     assert caught.value.param == "tools[0].type"
 
 
+def test_what_hosted_tools_have_done_is_left_out_of_a_history() -> None:
+    use = {"type": "server_tool_use", "id": "srv", "name": "web_search", "input": {"query": "q"}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "srv", "content": []}
+    text = {"type": "text", "text": "Yes.", "citations": [{"type": "web_search_result_location"}]}
+    turns = [USER, {"role": "assistant", "content": [use, found, text]}, USER]
+    request, names = passed_over(MessagesRequest, {"max_tokens": 1, "messages": turns})
+    assert names == {f"messages[].content[type={kind}]" for kind in ("server_tool_use", "web_search_tool_result")}
+    assert messages_conversation(request).messages[1] == Message("assistant", "Yes.")
+
+
 @pytest.mark.parametrize("kind", ["custom", "local_shell", "computer_use_preview", "apply_patch", "web_searching"])
 def test_tools_that_the_client_would_run_are_refused(kind: str) -> None:
     request, names = passed_over(ResponsesRequest, {"input": "x", "tools": [{"type": kind, "name": "x"}]})

@@ -223,7 +223,7 @@ def parsed_loops(at: ServedModel) -> None:
         message: Any = answer.choices[0].message
         (call,) = message.tool_calls
         assert isinstance(call.function.parsed_arguments, Forecast)
-        for sent in (message, message.model_dump()):
+        for sent in (message, message.model_dump(warnings=False)):
             messages: Any = [*ASKED, sent, {"role": "tool", "tool_call_id": call.id, "content": "blue"}]
             again = client.chat.completions.create(
                 model=at.model, messages=messages, tools=tools, tool_choice="none", **GREEDY
