@@ -65,11 +65,11 @@ HOSTED_TOOLS = re.compile(
 
 
 class LenientTool(Lenient, frozen=True, kw_only=True):
-    """A tool among others, of which those that match `hosted` are passed over: nothing runs them here. `keeps_hosted`:
-    unless there are no others, so that a request for nothing else is refused."""
+    """A tool among others, of which those that match `hosted` are passed over: nothing runs them here. `needs_others`:
+    where there are no others, the request is refused."""
 
     hosted: ClassVar[re.Pattern[str] | None] = HOSTED_TOOLS
-    keeps_hosted: ClassVar[bool] = False
+    needs_others: ClassVar[bool] = False
 
 
 class StreamOptions(Body, frozen=True):

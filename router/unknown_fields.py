@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec.inspect as inspected
 
+from router.errors import invalid
 from router.requests import Lenient
 
 _INDEX = re.compile(r"\[\d+\]")
@@ -23,7 +24,7 @@ class _Struct:
     fields: Mapping[str, "_Shape | None"]
     open: bool
     hosted: re.Pattern[str] | None
-    keeps_hosted: bool
+    needs_others: bool
 
 
 @dataclass
@@ -43,7 +44,8 @@ class _Shape:
 
 def without_unknown(value: Any, kind: Any, path: str = "") -> tuple[Any, Collection[str]]:
     """A value for the type `kind`, without the unknown fields and the hosted tools that may be passed over, and their
-    names: those of fields below `path`, without the numbers of list items, as `messages[].content[].x`."""
+    names: those of fields below `path`, without the numbers of list items, as `messages[].content[].x`. Raises
+    ApiError where hosted tools are all that there is, and the type does not allow that."""
     passed: dict[str, None] = {}
     kept = _kept(value, _shape(kind), _INDEX.sub("[]", path), passed)
     return kept, passed.keys()
@@ -86,8 +88,10 @@ def _run_here(items: list[Any], shape: _Shape, path: str, passed: dict[str, None
             left_out.append(kind)
         else:
             kept.append(item)
-    if struct.keeps_hosted and not kept:
-        return items
+    if struct.needs_others and left_out and not kept:
+        where = f"{path}[0].type"
+        message = f"{where!r} is {left_out[0][:100]!r}: this server runs no tools, and the request has no others."
+        raise invalid(message, where, "unsupported_tool")
     passed |= {hosted(path, kind): None for kind in left_out}
     return kept
 
@@ -114,7 +118,7 @@ def _of(kind: inspected.Type) -> _Shape | None:
         case inspected.StructType(cls=cls, fields=fields, tag=tag, tag_field=tag_field):
             shapes = {each.encode_name: _of(each.type) for each in fields}
             struct = _Struct(
-                shapes, issubclass(cls, Lenient), getattr(cls, "hosted", None), getattr(cls, "keeps_hosted", False)
+                shapes, issubclass(cls, Lenient), getattr(cls, "hosted", None), getattr(cls, "needs_others", False)
             )
             return _Shape(tag_field, {tag: struct})
     return None

@@ -177,7 +177,7 @@ class CustomTool(LenientTool, frozen=True, kw_only=True):
     """A tool that the client runs, the only kind: this server runs none. A request whose tools are all hosted ones asks
     for what they would do, and is refused: the client then knows that nothing was searched."""
 
-    keeps_hosted = True
+    needs_others = True
 
     type: Literal["custom"] | None = None
     name: ToolName

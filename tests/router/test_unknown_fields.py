@@ -174,7 +174,7 @@ def test_hosted_tools_of_messages_are_left_out_beside_others(kind: str) -> None:
         parse(
             MessagesRequest, json.dumps({"model": "m", "max_tokens": 1, "messages": [USER], "tools": [hosted]}).encode()
         )
-    assert caught.value.param == "tools[0].type"
+    assert (caught.value.param, caught.value.code) == ("tools[0].type", "unsupported_tool")
 
 
 def test_what_hosted_tools_have_done_is_left_out_of_a_history() -> None:
