@@ -36,7 +36,7 @@ from router.control_routes import control_routes
 from router.embedding_routes import embedding_routes
 from router.errors import ApiError, invalid
 from router.generation import Format, Generation
-from router.middleware import Guarded, Observed
+from router.middleware import IGNORED, Guarded, HeadAsGet, Observed
 from router.models import ListedModel, Models
 from router.page.routes import page_routes
 from router.prepared_request import PreparedRequest, chat_job, completion_job
@@ -124,10 +124,11 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
             allow_origins=config.origins,
             allow_methods=["GET", "POST", "HEAD", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[request_id.HEADER, "Retry-After", "request-id", *RATE_LIMIT_HEADERS],
+            expose_headers=[request_id.HEADER, "Retry-After", "request-id", IGNORED, *RATE_LIMIT_HEADERS],
             max_age=PREFLIGHT_S,
         )
     app.add_middleware(Observed, metrics=models.metrics, shutdown=models.shutdown, answers_id=answers_id)
+    app.add_middleware(HeadAsGet)
     _document(app, models, keys)
     return app
 
@@ -168,6 +169,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
             service.config.max_prompts,
             arrived,
             branch_call(body.program, keys.tenant(request)),
+            service.config.clamp_max_tokens,
         )
         return await answer(request, service, bool(body.stream), job, ChatFormat(job, service.model, service.tokenizer))
 
@@ -194,6 +196,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
                 service.config.max_prompts,
                 arrived,
                 continued_branches(service.programs, call, keys.tenant(request)),
+                service.config.clamp_max_tokens,
             )
 
         calls = [service.defaults.complete(call) for call in template_calls(body)]
@@ -307,8 +310,6 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
     def reached() -> dict[str, int]:
         return {service.model: len(service.replicas.ready) for service in models.services}
 
-    # Load balancers ask with HEAD.
-    @routes.head("/health", include_in_schema=False)
     @routes.post("/ping", include_in_schema=False)  # SageMaker's name for it
     @routes.get("/ping", responses=openapi.answers(Health))
     @routes.get("/health", responses=openapi.answers(Health))
@@ -316,7 +317,6 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
         """Whether this process is alive: answers 200 while it is."""
         return _json(Health("ok", sum(reached().values()), reached()))
 
-    @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", responses=openapi.answers(Health) | {503: openapi.answers(Health)[200]})
     async def ready() -> Response:
         """Whether a request would be answered now: 200 if any model has a replica that is connected and not silent,
@@ -405,6 +405,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answers the framework's own refusals: routes and methods that do not exist."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404 and request.url.path.startswith("/v1/conversations"):
+        message += ". This server keeps responses, not conversations: send 'previous_response_id' to /v1/responses."
     known = ApiError(error.status_code, message, headers=dict(error.headers or {}))
     return error_response(known, request.scope)
 

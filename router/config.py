@@ -41,6 +41,11 @@ class ModelConfig(BaseModel):
         "before it ends with no_replica",
     )
     max_prompts: int = Field(2048, ge=1, description="most sequences (prompts times n) per HTTP request")
+    clamp_max_tokens: bool = Field(
+        False,
+        description="whether max_tokens may be more than what the context has left after the prompt: the answer then "
+        "ends there, with finish_reason length; otherwise such a request is refused. Messages are always answered",
+    )
     max_waiting_tokens: int = Field(
         1 << 22,
         ge=1,

@@ -40,12 +40,26 @@ class Message:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. `parameters`: a JSON schema of an object; `strict`: calls must be valid."""
+    """A function that the model may call. `parameters`: a JSON schema of an object; `strict`: calls must be valid.
+    `namespace`: the name that the client has for a group of tools, which `name` begins with."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
+    namespace: str | None = None
+
+    @property
+    def own_name(self) -> str:
+        """The name inside the namespace."""
+        return self.name if self.namespace is None else self.name[len(qualified("", self.namespace)) :]
+
+
+def qualified(name: str, namespace: str | None) -> str:
+    """The name by which the model knows a function of a namespace, or of none."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,12 @@ MOST_NAMED = 20  # names in an error
 MOST_NAME = 200  # characters
 
 
+def passed_over(request: Request) -> set[str]:
+    """The names of what a request has and this server passes over. Its answer has them in a header."""
+    names: set[str] = request.scope.setdefault("state", {}).setdefault("passed_over", set())
+    return names
+
+
 @dataclass(frozen=True)
 class ListedModel:
     """A name in the list of models. `name` may be an alias or an adapter's, `model` is the model's own name."""
@@ -165,14 +171,14 @@ class Models:
 
     async def body(self, request: Request, kind: type[Known]) -> Known:
         """A request's body as `kind`. Raises what `read_sent` and `parse` do."""
-        return parse(kind, await self._sent(request))
+        return parse(kind, await self._sent(request), passed_over(request))
 
     async def read(self, request: Request, kind: type[Known]) -> tuple[Service, Known, int]:
         """The service of the model that a request's body names, the body as `kind`, and its size in bytes. Raises what
         `read_sent`, `parse` and, for a request with a ticket, `Service.check_queue` do, and ApiError (404) for an
         unknown model."""
         sent = await self._sent(request)
-        body = parse(kind, sent)
+        body = parse(kind, sent, passed_over(request))
         service = self.service(body.model)  # type: ignore[attr-defined]  # every kind has it
         request.state.model = service.base_model
         if hasattr(request.state, "ticket"):  # it is about to wait for a replica

@@ -1,6 +1,7 @@
 """The content of `/openapi.json`, made from the same types that requests are parsed with and answers are written
 from."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ _TYPES = (
     responses_types.ResponsesRequest,
     *responses_types.ITEMS,
     responses_types.SentTool,
+    responses_types.SentNamespace,
     requests.ChoicesRequest,
     requests.EmbeddingsRequest,
     requests.RerankRequest,
@@ -91,11 +93,13 @@ def schemas(models: list[str], vocab_size: int, max_priority: int, is_needed: bo
     for body in _TYPES:
         for flag in getattr(body, "neutral_flags", ()):
             made[body.__name__]["properties"][flag]["anyOf"] = [{"enum": [False, None]}]
+    for lenient in _below(requests.Lenient):
+        made.get(lenient.__name__, {}).pop("additionalProperties", None)
     asked = made["ResponsesRequest"]["properties"]
     (items,) = (way for way in asked["input"]["anyOf"] if way["type"] == "array")
     items["items"] = {"anyOf": [reference(item.__name__) for item in responses_types.ITEMS]}
     (tools,) = (way for way in asked["tools"]["anyOf"] if way["type"] == "array")
-    tools["items"] = reference("SentTool")
+    tools["items"] = {"anyOf": [reference("SentTool"), reference("SentNamespace")]}
     text = {"type": "string"}
     token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "title": requests.TOKEN_ID}, "minItems": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, token_ids)]
@@ -105,6 +109,14 @@ def schemas(models: list[str], vocab_size: int, max_priority: int, is_needed: bo
     made["ScoreRequest"]["oneOf"] = [_given("text_1", "text_2"), _given("queries", "documents")]
     _limit_tokens(made, vocab_size)
     return made
+
+
+def _below(kind: type[requests.Body]) -> Iterator[type[requests.Body]]:
+    """The types that inherit from one."""
+    each: type[requests.Body]
+    for each in kind.__subclasses__():
+        yield each
+        yield from _below(each)
 
 
 def _name_models(schema: dict[str, Any], models: list[str], is_needed: bool) -> None:

@@ -113,9 +113,10 @@ def chat_job(
     max_sequences: int,
     arrived: float,
     call: BranchCall | None = None,
+    cut_at_context: bool = False,
 ) -> PreparedRequest:
-    """Prepares a chat request: renders the template and tokenises. `call`: the program that it belongs to. Slow: run it
-    in a thread. Raises ApiError."""
+    """Prepares a chat request: renders the template and tokenises. `call`: the program that it belongs to;
+    `cut_at_context`: as of `conversation_job`. Slow: run it in a thread. Raises ApiError."""
     if request.top_logprobs and not request.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     if request.program is not None and request.program.continues:
@@ -137,6 +138,7 @@ def chat_job(
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         names_tier=request.service_tier is not None,
         call=call,
+        cut_at_context=cut_at_context,
     )
     excluded = request.include_reasoning is False or bool(request.reasoning and request.reasoning.exclude)
     if excluded or request.separate_reasoning is False:
@@ -205,8 +207,7 @@ def conversation_job(
         bad_words=bad_word_ids(request.bad_words or (), tokenizer),
     )
     room = context_room(token_ids, context_length, messages_param)
-    asked = max_tokens if max_tokens is None or not cut_at_context else min(max_tokens, room)
-    limit = _max_tokens(asked, room, room, max_tokens_param)
+    limit = _max_tokens(max_tokens, room, room, max_tokens_param, cut_at_context)
     job = _job(request, id_prefix, [Prompt(token_ids)], sampling, [limit], arrived, grammar_param, call)
     budget = conversation.thinking.budget
     return replace(
@@ -272,9 +273,10 @@ def completion_job(
     max_sequences: int,
     arrived: float,
     branches: Sequence[ContinuedBranch] = (),
+    cut_at_context: bool = False,
 ) -> PreparedRequest:
-    """Prepares a request for completions: tokenises its prompts. `branches`: those of a program that it continues.
-    Slow: run it in a thread. Raises ApiError."""
+    """Prepares a request for completions: tokenises its prompts. `branches`: those of a program that it continues;
+    `cut_at_context`: as of `conversation_job`. Slow: run it in a thread. Raises ApiError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
     grammar_param, grammar = structure(request)
@@ -303,7 +305,8 @@ def completion_job(
     max_tokens = []
     for prompt in prompts:
         room = context_room(prompt.token_ids, context_length, "prompt")
-        max_tokens.append(_max_tokens(request.max_tokens, DEFAULT_COMPLETION_TOKENS, room, "max_tokens"))
+        asked = request.max_tokens
+        max_tokens.append(_max_tokens(asked, DEFAULT_COMPLETION_TOKENS, room, "max_tokens", cut_at_context))
     job = _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, None)
     if not branches:
         return job
@@ -393,12 +396,15 @@ def _check_logprobs(request: GenerationRequest, sampling: SamplingParams, tokens
         )
 
 
-def _max_tokens(asked: int | None, default: int, room: int, param: str) -> int:
+def _max_tokens(asked: int | None, default: int, room: int, param: str, cut_at_context: bool) -> int:
     if asked is None:
         return min(default, room)
     if asked > room:
+        if cut_at_context:
+            return room
         raise invalid(
-            f"{param!r} is {asked}, but only {room} tokens of the model's context are left after the prompt.",
+            f"{param!r} is {asked}, but only {room} tokens of the model's context are left after the prompt. Lower it, "
+            "leave it out, or set clamp_max_tokens on the server.",
             param,
             "context_length_exceeded",
         )

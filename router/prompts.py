@@ -119,8 +119,12 @@ def _empty(param: str) -> ApiError:
 
 
 def too_long(tokens: int, context_length: int, param: str, about: str = "") -> ApiError:
+    """The error for a prompt that the context has no room for. Agents shorten the conversation by themselves when they
+    recognise it: Codex by the code, Claude Code by the first sentence (`TOKENS tokens > MOST`), most others by either
+    sentence."""
     return invalid(
-        f"The prompt has {about}{tokens} tokens; prompt and answer together may have {context_length}.",
+        f"prompt is too long: {about}{tokens} tokens > {context_length} maximum. This model's maximum context length "
+        f"is {context_length} tokens, for prompt and answer together.",
         param,
         "context_length_exceeded",
     )

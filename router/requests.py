@@ -1,10 +1,12 @@
 """Request bodies: OpenAI's fields, and fields that other servers have made common.
 
-Types are strict (`"1"` is no number), and unknown fields are errors. `/openapi.json` is made from these types. Some
-fields of OpenAI's clients mean nothing here. They are accepted at the one value that changes nothing (`Neutral`,
-`NeutralList`, `neutral_flags`), and refused by name at any other.
+Types are strict (`"1"` is no number), and unknown fields are errors, except in messages, their parts and tools
+(`Lenient`). `/openapi.json` is made from these types. Some fields of OpenAI's clients mean nothing here. They are
+accepted at the one value that changes nothing (`Neutral`, `NeutralList`, `neutral_flags`), and refused by name at any
+other.
 """
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -47,6 +49,27 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Any object that a client sends."""
 
     neutral_flags: ClassVar[tuple[str, ...]] = ()  # refused when true
+
+
+class Lenient(Body, frozen=True, kw_only=True):
+    """A part of a conversation, or a tool. Unknown fields are passed over: clients send back what other servers and
+    their own packages have added, and none of it asks for anything. Known fields are checked as everywhere."""
+
+
+# Types of tools that a hosted service runs, with the date or the like that some have at their end. The client runs all
+# others, and waits for calls of them.
+HOSTED_TOOLS = re.compile(
+    r"(web_search|web_fetch|file_search|code_interpreter|code_execution|image_generation|mcp|mcp_toolset|"
+    r"tool_search|tool_search_tool_(regex|bm25))(_preview)?(_[0-9_]+)?"
+)
+
+
+class LenientTool(Lenient, frozen=True, kw_only=True):
+    """A tool among others, of which those that match `hosted` are passed over: nothing runs them here. `needs_others`:
+    where there are no others, the request is refused."""
+
+    hosted: ClassVar[re.Pattern[str] | None] = HOSTED_TOOLS
+    needs_others: ClassVar[bool] = False
 
 
 class StreamOptions(Body, frozen=True):
@@ -331,7 +354,7 @@ class GenerationRequest(GenerationParameters, frozen=True, kw_only=True):
     program: ProgramCall | None = None
 
 
-class TextPart(Body, frozen=True, tag_field="type", tag="text"):
+class TextPart(Lenient, frozen=True, tag_field="type", tag="text"):
     """A part of a message that is text."""
 
     text: str
@@ -344,84 +367,116 @@ class Prediction(Body, frozen=True):
     content: Annotated[str, Meta(min_length=1)] | Annotated[list[TextPart], Meta(min_length=1)]
 
 
-class RefusalPart(Body, frozen=True, tag_field="type", tag="refusal"):
+class RefusalPart(Lenient, frozen=True, tag_field="type", tag="refusal"):
     """A part of an assistant's message with which it refused."""
 
     refusal: str
 
 
-class FileContent(Body, frozen=True, kw_only=True):
+class FileContent(Lenient, frozen=True, kw_only=True):
     file_data: Annotated[str | None, Meta(description="data:text/...;base64,... or the text in base64")] = None
     filename: str | None = None
     file_id: Neutral = None
 
 
-class FilePart(Body, frozen=True, tag_field="type", tag="file"):
+class FilePart(Lenient, frozen=True, tag_field="type", tag="file"):
     """A file of text, as a part of a message."""
 
     file: FileContent
 
 
-class ImageUrl(Body, frozen=True, kw_only=True):
+class ImageUrl(Lenient, frozen=True, kw_only=True):
     url: str
     detail: str | None = None
 
 
-class ImagePart(Body, frozen=True, tag_field="type", tag="image_url"):
+class ImagePart(Lenient, frozen=True, tag_field="type", tag="image_url"):
     """A picture. No model here takes one."""
 
     image_url: ImageUrl | str
 
 
-class AudioPart(Body, frozen=True, tag_field="type", tag="input_audio"):
+class AudioPart(Lenient, frozen=True, tag_field="type", tag="input_audio"):
     """A sound. No model here takes one."""
 
     input_audio: dict[str, Any]
 
 
-class VideoPart(Body, frozen=True, tag_field="type", tag="video_url"):
+class VideoPart(Lenient, frozen=True, tag_field="type", tag="video_url"):
     """A film. No model here takes one."""
 
     video_url: dict[str, Any] | str
 
 
-Part = TextPart | RefusalPart | FilePart | ImagePart | AudioPart | VideoPart
+class ThinkingPart(Lenient, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
+    """A part of an assistant's message that is what the model thought."""
+
+    thinking: str | list[TextPart] | None = None
 
 
+class ReasonedPart(Lenient, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    """As `ThinkingPart`, by other names."""
+
+    text: str | None = None
+    reasoning: str | None = None
+
+
+class RedactedThinkingPart(Lenient, frozen=True, tag_field="type", tag="redacted_thinking"):
+    """Thinking that another server did not show. Left out."""
+
+
+Part = (
+    TextPart
+    | RefusalPart
+    | FilePart
+    | ImagePart
+    | AudioPart
+    | VideoPart
+    | ThinkingPart
+    | ReasonedPart
+    | RedactedThinkingPart
+)
 ProviderFields = Annotated[dict[str, Any] | None, Meta(description="LiteLLM adds it to answers; not used")]
+PastArguments = Annotated[
+    str | dict[str, Any] | None, Meta(description="a JSON object, as text or as it is; null: there were none")
+]
 
 
-class FunctionCall(Body, frozen=True):
-    """A function that the model called. `arguments`: a JSON object, as text or as it is."""
+class FunctionCall(Lenient, frozen=True):
+    """A function that the model called."""
 
     name: NonEmpty
-    arguments: str | dict[str, Any] | None = None
+    arguments: PastArguments = None
 
 
-class ToolCallOfMessage(Body, frozen=True, kw_only=True):
+class ToolCallOfMessage(Lenient, frozen=True, kw_only=True):
     """A call in an assistant's message."""
 
     id: str
     function: FunctionCall
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     index: int | None = None  # clients that joined a stream's chunks leave it in
     provider_specific_fields: ProviderFields = None
 
 
-class ChatMessage(Body, frozen=True):
+class ChatMessage(Lenient, frozen=True):
     """A message of a conversation. `developer` means `system`. Text parts are joined by newlines."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], Meta(min_length=1)] | None = None
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"],
+        Meta(description="function is what tool was before calls had ids: name says whose result it is"),
+    ]
+    content: str | list[Part] | None = None
     name: str | None = None
     refusal: str | None = None
-    annotations: NeutralList | None = None
+    annotations: Annotated[list[Any] | None, Meta(description="not used")] = None
     audio: Neutral = None
-    function_call: Neutral = None
+    function_call: Annotated[FunctionCall | None, Meta(description="of role assistant: as one of tool_calls")] = None
     tool_calls: list[ToolCallOfMessage] | None = None
     tool_call_id: Annotated[str | None, Meta(description="of role tool: the call that this is the result of")] = None
     reasoning_content: Annotated[str | None, Meta(description="of role assistant: what the model thought")] = None
     reasoning: Annotated[str | None, Meta(description="as reasoning_content")] = None
+    prefix: Annotated[Flag, Meta(description="of the last message, an assistant's: as continue_final_message")] = None
     provider_specific_fields: ProviderFields = None
 
 
@@ -435,7 +490,7 @@ TemplateArguments = Annotated[
 ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.:-]{1,128}$")]
 
 
-class FunctionDefinition(Body, frozen=True, kw_only=True):
+class FunctionDefinition(Lenient, frozen=True, kw_only=True):
     """A function that the model may call."""
 
     name: ToolName
@@ -444,7 +499,7 @@ class FunctionDefinition(Body, frozen=True, kw_only=True):
     strict: Annotated[Flag, Meta(description="the arguments of every call validate against parameters; false")] = None
 
 
-class FunctionTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+class FunctionTool(LenientTool, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """A tool of OpenAI's kind `function`, the only one."""
 
     function: FunctionDefinition

@@ -19,9 +19,12 @@ from router.requests import (
     ImagePart,
     NamedTool,
     Part,
+    ReasonedPart,
     ReasoningSwitch,
+    RedactedThinkingPart,
     RefusalPart,
     TextPart,
+    ThinkingPart,
     ThinkingSwitch,
     TokenizeRequest,
     VideoPart,
@@ -50,7 +53,8 @@ def tokenized_conversation(request: TokenizeRequest) -> Conversation:
 def _begun(request: ChatRequest | TokenizeRequest) -> Callable[..., Conversation]:
     """A conversation with the messages of a request, and how its prompt ends. Raises ApiError."""
     messages = read_messages(request.messages or [])
-    if not request.continue_final_message:
+    goes_on = request.continue_final_message or (request.messages and request.messages[-1].prefix)
+    if not goes_on:
         return partial(Conversation, messages, begins_answer=request.add_generation_prompt is not False)
     if request.add_generation_prompt:
         raise invalid(
@@ -151,11 +155,16 @@ def _choice(choice: ChooseTools | None, tools: Sequence[Tool]) -> ToolChoice:
 
 def _message(message: ChatMessage, path: str, tool_names: dict[str, str]) -> Message:
     role = "system" if message.role == "developer" else message.role
-    text = _text(message.content, f"{path}.content")
+    text, thoughts = _read(message.content, f"{path}.content")
     if role != "assistant":
-        for name in ("tool_calls", "reasoning_content", "reasoning"):
+        if thoughts:
+            raise invalid("Only a message of role 'assistant' has thinking.", f"{path}.content", "invalid_value")
+        for name in ("tool_calls", "function_call", "reasoning_content", "reasoning"):
             if getattr(message, name):
                 raise invalid(f"Only a message of role 'assistant' has {name!r}.", f"{path}.{name}")
+    if role == "function":
+        names = {name: call_id for call_id, name in tool_names.items()}  # the last call of each
+        return Message("tool", text or "", call_id=names.get(message.name or "", ""), name=message.name)
     if role == "tool":
         if message.tool_call_id is None:
             where = f"{path}.tool_call_id"
@@ -168,21 +177,41 @@ def _message(message: ChatMessage, path: str, tool_names: dict[str, str]) -> Mes
         ToolCall(call.id, call.function.name, arguments_text(call.function.arguments))
         for call in message.tool_calls or ()
     )
-    if text is None and not calls:
-        text = message.refusal
-    if text is None and not calls:
+    if message.function_call is not None:
+        function = message.function_call
+        calls = (*calls, ToolCall(f"call_{len(tool_names)}", function.name, arguments_text(function.arguments)))
+    if not text and not calls:
+        text = message.refusal or text
+    if text is None and role != "assistant":  # an answer may have been cut off before its first word
         raise invalid(f"Missing required parameter: '{path}.content'.", f"{path}.content", "missing_required_parameter")
-    thinking = message.reasoning_content or message.reasoning or ""
+    thinking = message.reasoning_content or message.reasoning or "\n".join(thoughts)
     return Message(role, text or "", thinking, calls, name=message.name)
 
 
-def _text(content: str | Sequence[Part] | None, path: str) -> str | None:
+def _read(content: str | Sequence[Part] | None, path: str) -> tuple[str | None, list[str]]:
+    """The text of a message, and what its parts say that the model thought."""
     if content is None or isinstance(content, str):
-        return content
-    return "\n".join(_part(part, f"{path}[{number}]") for number, part in enumerate(content))
+        return content, []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for number, part in enumerate(content):
+        match part:
+            case ThinkingPart(thinking=thinking):
+                thoughts.append(thinking if isinstance(thinking, str) else _joined(thinking or ()))
+            case ReasonedPart(text=text, reasoning=reasoning):
+                thoughts.append(text or reasoning or "")
+            case RedactedThinkingPart():
+                pass
+            case _:
+                texts.append(_part(part, f"{path}[{number}]"))
+    return "\n".join(texts), [thought for thought in thoughts if thought]
 
 
-def _part(part: Part, path: str) -> str:
+def _joined(parts: Sequence[TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def _part(part: TextPart | RefusalPart | FilePart | ImagePart | AudioPart | VideoPart, path: str) -> str:
     match part:
         case TextPart(text=text):
             return text

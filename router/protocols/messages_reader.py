@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice
+from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice, arguments_text
 from router.errors import invalid
 from router.protocols.chat_reader import check_choice, text_of_file, unsupported_part
 from router.protocols.dialects import THREAD_UNSUPPORTED
@@ -134,9 +134,6 @@ def _tools(tools: Iterable[CustomTool]) -> tuple[Tool, ...]:
     for number, tool in enumerate(tools):
         if any(tool.name == other.name for other in read):
             raise invalid(f"Two tools are called {tool.name!r}.", f"tools[{number}].name")
-        if tool.defer_loading:
-            param = f"tools[{number}].defer_loading"
-            raise invalid(f"{param!r} is not supported by this server: leave it out.", param, "unsupported_parameter")
         lines = [tool.description] if tool.description else []
         lines += [f"Example of the input: {_json(given)}" for given in tool.input_examples or ()]
         read.append(Tool(tool.name, "\n".join(lines), tool.input_schema, bool(tool.strict)))
@@ -194,7 +191,7 @@ def _assistant(blocks: list[Placed]) -> Message:
             case ThinkingBlock():
                 thinking.append(block.thinking)
             case ToolUseBlock():
-                calls.append(ToolCall(block.id, block.name, _json(block.input)))
+                calls.append(ToolCall(block.id, block.name, arguments_text(block.input)))
             case RedactedThinkingBlock():
                 pass
             case _:

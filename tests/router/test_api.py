@@ -76,6 +76,31 @@ def test_errors_name_their_parameter(stack: Any, path: str, body: dict[str, Any]
     assert stack.fakes["r0"].requests() == []
 
 
+@pytest.mark.parametrize("clamps", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        ("v1/chat/completions", {"messages": HELLO}, "max_tokens"),
+        ("v1/chat/completions", {"messages": HELLO}, "max_completion_tokens"),
+        ("v1/completions", {"prompt": "a"}, "max_tokens"),
+        ("v1/responses", {"input": "a"}, "max_output_tokens"),
+        ("v1/messages", {"messages": HELLO}, "max_tokens"),
+    ],
+)
+def test_a_limit_beyond_the_context_is_refused_or_clamped(
+    make_stack: Any, make_replica: Any, path: str, body: dict[str, Any], limit: str, clamps: bool
+) -> None:
+    stack = make_stack(make_replica(), config=RouterConfig(clamp_max_tokens=clamps, response_store_bytes=0))
+    answer = httpx.post(f"{stack.url}/{path}", json={"model": "tiny", limit: 4096} | body)
+    if not clamps and path != "v1/messages":
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, limit, "context_length_exceeded")
+        return
+    assert answer.status_code == 200, answer.text
+    (asked,) = stack.fakes["r0"].requests()
+    assert asked.sampling.max_tokens == stack.service.context_length - len(asked.prompt_ids)
+
+
 def test_the_client_understands_errors(stack: Any) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         stack.client.chat.completions.create(model="tiny", messages=HELLO, temperature=9)

@@ -1,6 +1,7 @@
 """What becomes of a valid body: sequences, seeds, limits, grammars."""
 
 import json
+import re
 from time import perf_counter
 from typing import Any
 
@@ -23,10 +24,11 @@ def completion(tokenizer: Tokenizer, context: int = CONTEXT, **fields: Any) -> P
     return completion_job(request, tokenizer, context, 8, perf_counter())
 
 
-def chat(tokenizer: Tokenizer, **fields: Any) -> PreparedRequest:
+def chat(tokenizer: Tokenizer, clamps: bool = False, **fields: Any) -> PreparedRequest:
     base = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
     request = msgspec.convert(base | fields, ChatRequest)
-    return chat_job(request, tokenizer.output_format("auto", "auto"), tokenizer, CONTEXT, 8, perf_counter())
+    format = tokenizer.output_format("auto", "auto")
+    return chat_job(request, format, tokenizer, CONTEXT, 8, perf_counter(), cut_at_context=clamps)
 
 
 def test_defaults(tokenizer: Tokenizer) -> None:
@@ -242,6 +244,17 @@ def test_refused_chats(tokenizer: Tokenizer, fields: dict[str, Any], param: str)
 def test_the_template_gets_its_arguments(tokenizer: Tokenizer) -> None:
     plain, opened = (chat(tokenizer, chat_template_kwargs=given) for given in (None, {"opening": "Hello"}))
     assert opened.sequences[0].prompt.token_ids == plain.sequences[0].prompt.token_ids + tokenizer.encode("Hello")
+
+
+def test_words_of_a_full_context(tokenizer: Tokenizer) -> None:
+    """Agents know them, and shorten the conversation."""
+    for text in ("a " * CONTEXT, "a " * 100_000):  # the second is not even tokenised
+        with pytest.raises(ApiError) as caught:
+            chat(tokenizer, messages=[{"role": "user", "content": text}])
+        known = re.search(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", caught.value.message)
+        assert known is not None and int(known[1]) > int(known[2]) == CONTEXT
+        assert re.search(rf"maximum context length is {CONTEXT} tokens", caught.value.message)
+        assert caught.value.code == "context_length_exceeded"
 
 
 def test_limits_follow_from_the_context(tokenizer: Tokenizer) -> None:
