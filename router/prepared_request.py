@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Literal
 
 import msgspec
 
@@ -22,9 +23,10 @@ from router.requests import ChatRequest, CompletionRequest, GenerationRequest, P
 from router.sampling import sampling_params, sequence_seed
 from router.structure import constrained, structure
 from router.tokenizer import PromptTooLong, Tokenizer
-from worker.messages import SamplingParams
+from worker.messages import Grammar, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
+Promised = Literal["calls", "json"] | None
 MAX_LOGPROBS_HELD = 8 << 20  # in one answer that is not streamed: about 1 GB of memory
 
 
@@ -57,6 +59,7 @@ class PreparedRequest:
     | `whole_choices` | each choice of a stream is one event, with its own usage if the usage is wanted |
     | `together` | the sequences share their context, and start on one replica |
     | `syntax` | how answers are read: thinking, calls; None if they are text and nothing else |
+    | `promised` | `calls`: the answer has one; `json`: its text, if there is any, is JSON; None: neither |
     | `thinking_budget` | most tokens of thinking; None if it has no limit of its own |
     | `prediction_ids` | tokens of the client's guess at the answer |
     | `cache_salt` | the client's salt of the prefix cache |
@@ -83,6 +86,7 @@ class PreparedRequest:
     whole_choices: bool = False
     together: bool = False
     syntax: AnswerSyntax | None = None
+    promised: Promised = None
     thinking_budget: int | None = None
     prediction_ids: list[int] = field(default_factory=list)
     cache_salt: str | None = None
@@ -171,6 +175,7 @@ def conversation_job(
     | `cut_at_context` | `max_tokens` may be more than what fits into the context: the answer ends there |
     """
     grammar_param, grammar = structure(request)
+    promised = "calls" if conversation.choice.mode == "required" else _promised(grammar)
     _check_request(request, 1, max_sequences)
     text, token_ids = conversation_prompt(conversation, format, tokenizer, context_length, messages_param)
     syntax = _syntax(conversation, format, tokenizer, text)
@@ -187,6 +192,7 @@ def conversation_job(
         names_tier=names_tier,
         prompt_param=messages_param,
         syntax=syntax,
+        promised=promised,
         thinking_budget=budget if syntax is not None and syntax.end_of_thinking else None,
     )
 
@@ -229,6 +235,10 @@ def _syntax(conversation: Conversation, format: OutputFormat, tokenizer: Tokeniz
     )
 
 
+def _promised(grammar: Grammar | None) -> Promised:
+    return "json" if grammar is not None and grammar.kind in ("json_schema", "json_object") else None
+
+
 def completion_job(
     request: CompletionRequest,
     tokenizer: Tokenizer,
@@ -260,7 +270,10 @@ def completion_job(
     for prompt in prompts:
         room = context_room(prompt.token_ids, context_length, "prompt")
         max_tokens.append(_max_tokens(request.max_tokens, DEFAULT_COMPLETION_TOKENS, room, "max_tokens"))
-    job = _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, None)
+    job = replace(
+        _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, None),
+        promised=_promised(grammar),
+    )
     if not branches:
         return job
     sequences = [
