@@ -176,9 +176,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], specia
     more = config.get("additional_special_tokens")
     named = [*special, *filter(None, map(token_content, more if isinstance(more, list) else ()))]
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    backend.add_special_tokens(
-        [text for text in named if text not in known and backend.token_to_id(text) is not None]
-    )
+    backend.add_special_tokens([text for text in named if text not in known and backend.token_to_id(text) is not None])
 
 
 def _texts(value: Any) -> Any:

@@ -41,7 +41,7 @@ class VisibleStop:
         return passed
 
     def _release(self, passed: list[Delta]) -> None:
-        """The text has ended: passes on what was held back, and begins anew."""
+        """Ends a text: passes on what was held back."""
         if self._has_text:
             self._pass(self._matcher.flush(), passed)
             self._matcher = StopMatcher(self._stops, self._include)

@@ -301,9 +301,7 @@ _TOOLS = (
     ),
     ToolsFormat(
         "functiongemma",
-        calls=(
-            QuotedCall(begin="<start_function_call>", end="<end_function_call>", prefix="call:", quote="<escape>"),
-        ),
+        calls=(QuotedCall(begin="<start_function_call>", end="<end_function_call>", prefix="call:", quote="<escape>"),),
     ),
 )
 _THINKING = (

@@ -263,7 +263,9 @@ class Lexer:
         """Looks for the first call of a section behind what is none, and returns its form; None if there is none before
         the section's end, another's beginning, or too much text. `marker`: what began the section."""
         source, tools, reader = self._source, self._tools, self._reader
-        begins = tuple(dict.fromkeys(call.begin for call in tools.calls if call.begin and call.begin not in tools.begins))
+        begins = tuple(
+            dict.fromkeys(call.begin for call in tools.calls if call.begin and call.begin not in tools.begins)
+        )
         if not begins or not tools.ends:
             return None
         start = source.offset

@@ -148,9 +148,9 @@ class AnswerReader:
         self, emit: Callable[[str], None], ends: tuple[str, ...], to_arguments: bool = False
     ) -> Reading[bool]:
         """Reads a JSON value to its end, and emits its text piece by piece. Brackets and strings are followed, the rest
-        is not checked. Control characters in strings are escaped, and so is a backslash that begins no escape, since
-        models leave that out, and there is one way to read it. Returns False where the value breaks off: before a bracket that closes another, before a marker
-        outside strings, at the end of the text."""
+        is not checked. In strings, control characters are escaped, and so is a backslash that begins no escape: models
+        leave that out, and there is one way to read it. Returns False where the value breaks off: before a bracket
+        that closes another, before a marker outside strings, at the end of the text."""
         source, markers = self.source, self.format.marker_set(*ends)
         first = yield from source.character()
         if first and first not in '"{[':

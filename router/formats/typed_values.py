@@ -134,10 +134,10 @@ def literal(value: str) -> str | None:
 class _AsPython(ast.NodeTransformer):
     """What models mean by a literal, as `ast.literal_eval` has it."""
 
-    def visit_Set(self, node: ast.Set) -> ast.AST:  # noqa: N802 (ast's name): a set itself has lost its order
+    def visit_Set(self, node: ast.Set) -> ast.AST:
         return ast.List([self.visit(each) for each in node.elts], ast.Load())
 
-    def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
 
 

@@ -11,7 +11,9 @@ HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 2, 4, 2
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
 
 
-def write_gguf(path: Path, kind: gguf.GGMLQuantizationType = Q4_1, hidden: int = HIDDEN, turn_end: int | None = None) -> None:
+def write_gguf(
+    path: Path, kind: gguf.GGMLQuantizationType = Q4_1, hidden: int = HIDDEN, turn_end: int | None = None
+) -> None:
     """A random Llama with tied embeddings, in `kind` where quantisation is possible, and SmolLM's pre-tokenizer."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")

@@ -122,9 +122,10 @@ def test_a_prefix_stays_where_it_was(model: Callable[[str], Tokenizer]) -> None:
     for rule in (_SYSTEM_FIRST, _MISTRAL, _GEMMA):
         tokenizer = model(template(rule).replace(_TOOLS, ""))
         *before, _ = CONVERSATIONS["a late system"]
-        assert rendered(tokenizer, *before[:-1]) == rendered(tokenizer, *CONVERSATIONS["a late system"])[
-            : len(rendered(tokenizer, *before[:-1]))
-        ]
+        assert (
+            rendered(tokenizer, *before[:-1])
+            == rendered(tokenizer, *CONVERSATIONS["a late system"])[: len(rendered(tokenizer, *before[:-1]))]
+        )
 
 
 def test_what_a_template_refuses_all_the_same(model: Callable[[str], Tokenizer]) -> None:
@@ -133,7 +134,9 @@ def test_what_a_template_refuses_all_the_same(model: Callable[[str], Tokenizer])
         rendered(tokenizer, *CONVERSATIONS["two systems"])
     with pytest.raises(TemplateError) as error:
         chat_prompt(
-            Conversation((Message("user", "x"),), arguments={"tools": []}), tokenizer.output_format("auto", "auto"), tokenizer
+            Conversation((Message("user", "x"),), arguments={"tools": []}),
+            tokenizer.output_format("auto", "auto"),
+            tokenizer,
         )
     assert error.value.param == "chat_template_kwargs"
 
@@ -170,7 +173,9 @@ def test_the_arguments_of_a_past_call(raw: str) -> None:
 
 
 @pytest.mark.parametrize("raw", [*WRONG, "null", ""])
-@pytest.mark.parametrize("call", [_PRINTED, _ITEMS, _PAIRS, _ADDED, ""], ids=["tojson", "items()", "items", "+", "none"])
+@pytest.mark.parametrize(
+    "call", [_PRINTED, _ITEMS, _PAIRS, _ADDED, ""], ids=["tojson", "items()", "items", "+", "none"]
+)
 def test_malformed_past_calls_in_every_style_of_template(
     raw: str, call: str, model: Callable[[str], Tokenizer], warnings: Callable[[], list[str]]
 ) -> None:
@@ -189,23 +194,21 @@ def test_malformed_past_calls_in_every_style_of_template(
 
 def test_past_calls_in_words_of_their_own(model: Callable[[str], Tokenizer]) -> None:
     """Where the template has no place for calls, they are written as the model writes them: without escapes."""
-    said = {"q": "图书馆在哪里呢？", "r": "é 🦊"}
+    said = {"q": "图书馆在哪里呢", "r": "é 🦊"}
     for given in (json.dumps(said), json.dumps(said, ensure_ascii=False)):
         tokenizer = model("{% for m in messages %}{{ m.content }}{% endfor %}")
         text = rendered(tokenizer, Message("user", "U"), Message("assistant", calls=(ToolCall("c", "look", given),)))
         assert json.dumps(said, ensure_ascii=False) in text and "\\u" not in text
 
 
-def test_arguments_that_are_nested_too_deeply(model: Callable[[str], Tokenizer]) -> None:
-    for depth in (900, 1000, 5000, 100_000):
-        raw = '{"a":' * depth + "1" + "}" * depth
-        for source in (template(_LENIENT), template(_LENIENT, _ITEMS), "{% for m in messages %}{{ m.content }}{% endfor %}"):
-            try:
-                rendered(model(source), Message("user", "U"), Message("assistant", calls=(ToolCall("c", "look", raw),)))
-            except TemplateError as error:
-                assert error.param == "messages" and depth >= 900
-            else:
-                assert depth < 1000
+@pytest.mark.parametrize("depth", [1000, 100_000])
+@pytest.mark.parametrize("call", [_PRINTED, _ITEMS, ""], ids=["tojson", "items()", "none"])
+def test_arguments_that_are_nested_too_deeply(depth: int, call: str, model: Callable[[str], Tokenizer]) -> None:
+    raw = '{"a":' * depth + "1" + "}" * depth
+    tokenizer = model(template(_LENIENT, call) if call else "{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(TemplateError) as error:
+        rendered(tokenizer, Message("user", "U"), Message("assistant", calls=(ToolCall("c", "look", raw),)))
+    assert error.value.param == "messages"
 
 
 # ---------------------------------------------------------------- billing, tools
@@ -241,12 +244,18 @@ def test_nothing_but_billing_is_no_message(model: Callable[[str], Tokenizer]) ->
 
 
 def test_tools_that_the_template_looks_for_in_a_message(model: Callable[[str], Tokenizer]) -> None:
-    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if 'tools' in m %}<t>{{ m['tools'] }}</t>{% endif %}{% endfor %}"
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if 'tools' in m %}<t>{{ m['tools'] }}</t>{% endif %}"
+        "{% endfor %}"
+    )
     tokenizer = model(source)
     tool = Tool("look", "Look.", {"type": "object"})
     said = json.dumps([{"name": "look", "description": "Look.", "parameters": {"type": "object"}}])
     assert rendered(tokenizer, Message("user", "U"), tools=(tool,)) == f"<system><t>{said}</t><user>U"
-    assert rendered(tokenizer, Message("system", "S"), Message("user", "U"), tools=(tool,)) == f"<system>S<t>{said}</t><user>U"
+    assert (
+        rendered(tokenizer, Message("system", "S"), Message("user", "U"), tools=(tool,))
+        == f"<system>S<t>{said}</t><user>U"
+    )
     assert rendered(tokenizer, Message("user", "U")) == "<user>U"
 
 

@@ -118,7 +118,21 @@ def test_the_stop_string_is_part_of_the_text_where_that_is_asked(thinker: Tokeni
     assert (content(deltas), last.stop) == ("Four.", "r.")
 
 
-PARTS = (THOUGHT, CALL, "<think>", "</think>", "<tool_call>", "a", "b", "ab", "\n", "<", '{"name": "weather"', "🦊", " ")
+PARTS = (
+    THOUGHT,
+    CALL,
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "a",
+    "b",
+    "ab",
+    "\n",
+    "<",
+    '{"name": "weather"',
+    "🦊",
+    " ",
+)
 
 
 @settings(deadline=None, max_examples=200)

@@ -1,7 +1,7 @@
 """The tokens that end a text, from all files of a model that say some.
 
-No file is the one that is right: a fine-tune of a base model often has that model's end in one and its own end of a turn
-in another. A model that never ends is worse than one that ends at a token which no text has.
+No file is the one that is right: a fine-tune of a base model often has that model's end in one and its own end of a
+turn in another. A model that never ends is worse than one that ends at a token which no text has.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class _Vocabulary(msgspec.Struct, frozen=True):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What tells ids of tokens in tokenizer.json."""
+    """The parts of tokenizer.json that have ids of tokens."""
 
     added_tokens: list[_Added] = []
     model: _Vocabulary = _Vocabulary()

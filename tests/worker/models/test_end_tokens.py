@@ -70,7 +70,9 @@ def test_a_folder_without_files(tmp_path: Path) -> None:
     assert eos_token_ids(tmp_path, None) == ()
 
 
-@pytest.mark.parametrize("said", ["", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1.5]}', '{"eos_token_id": {}}'])
+@pytest.mark.parametrize(
+    "said", ["", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1.5]}', '{"eos_token_id": {}}']
+)
 def test_wrong_ones_are_named(said: str, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(said)
     with pytest.raises(ValueError, match=r"generation_config\.json") as error:
