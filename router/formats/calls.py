@@ -24,7 +24,8 @@ _BLANKS = re.compile(r"[ \t]*")
 _PYTHON_PLAIN = re.compile(r"[^\"'()\[\]{},]*")
 _IN_QUOTES = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
-_AFTER_STRING = frozenset((*",)]}:", ""))
+_NUMBER = frozenset({"number"})  # without quotes, `05` is one
+_AFTER_STRING = frozenset((",", ":", ""))
 _LONGEST_NAME = 256
 
 
@@ -142,7 +143,7 @@ def _read_pythonic(
             reader.arguments(value)
             yield from reader.read_raw(ends)
             return True
-        reader.arguments(_as_json(value.strip(), value_types(parameters, key)))
+        reader.arguments(_as_json(value.strip(), value_types(parameters, key, _NUMBER)))
         yield from source.accept(",")
     source.release()
     reader.arguments("}")
@@ -169,24 +170,24 @@ def _python_value(reader: AnswerReader, ends: tuple[str, ...]) -> Reading[tuple[
         source.at += 1
         parts.append(character)
         if character in "\"'":
-            complete = yield from _python_string(reader, character, parts)
+            complete = yield from _python_string(reader, character, parts, brackets[-1] if brackets else "")
             if not complete:
                 return "".join(parts), False
 
 
-def _python_string(reader: AnswerReader, quote: str, parts: list[str]) -> Reading[bool]:
+def _python_string(reader: AnswerReader, quote: str, parts: list[str], bracket: str) -> Reading[bool]:
     """Adds the rest of a string to `parts`, its quote included. Returns whether it is complete. A quote that nothing
-    follows which may come after a string is part of it."""
+    follows which may come after a string is part of it. `bracket`: closes the innermost open one in the value."""
     source = reader.source
     if (yield from source.accept(quote * 2)):
-        if not (yield from _ends_string(reader)):
+        if not (yield from _ends_string(reader, bracket)):
             return (yield from _long_string(reader, quote, parts))
         source.at -= 2
     while True:
         parts.append((yield from source.pattern(_IN_QUOTES[quote])))
         following = yield from source.character()
         source.at += len(following)
-        if following == quote and not (yield from _ends_string(reader)):
+        if following == quote and not (yield from _ends_string(reader, bracket)):
             following = f"\\{quote}"
         parts.append(following)
         if following == "\\":
@@ -214,7 +215,7 @@ def _long_string(reader: AnswerReader, quote: str, parts: list[str]) -> Reading[
             return False
 
 
-def _ends_string(reader: AnswerReader) -> Reading[bool]:
+def _ends_string(reader: AnswerReader, bracket: str) -> Reading[bool]:
     """Whether what comes next may follow a string. The source stays where it is."""
     source = reader.source
     start, kept = source.offset, source.kept
@@ -222,9 +223,16 @@ def _ends_string(reader: AnswerReader) -> Reading[bool]:
         source.keep()
     space = yield from source.space()
     following = yield from source.character()
+    if following == ")" and not bracket:  # the call's end, after which no other closes
+        source.at += 1
+        may_follow = (yield from source.character()) not in (")", "'", '"')
+    elif following in (")", "]", "}"):
+        may_follow = following == bracket
+    else:
+        may_follow = following in _AFTER_STRING or (bool(space) and following in _IN_QUOTES)
     source.kept = kept
     source.go_to(start)
-    return following in _AFTER_STRING or (bool(space) and following in _IN_QUOTES)
+    return may_follow
 
 
 def _as_json(value: str, types: frozenset[str]) -> str:

@@ -203,8 +203,8 @@ class AnswerReader:
             yield
 
     def _mended(self, at: int) -> tuple[str, int] | None:
-        """What JSON has in a string for a control character, or for a backslash that begins no escape, and how many
-        characters that takes the place of; None while more text decides."""
+        """The text that JSON has in a string for a control character, or for a backslash that begins no escape, and how
+        many characters it takes the place of; None while more text decides."""
         text = self.source.text
         if text[at] != "\\":
             return encode_basestring(text[at])[1:-1], 1

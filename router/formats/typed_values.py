@@ -23,11 +23,13 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 _DEPTH = 16  # references and unions further down are not followed
 
 
-def value_types(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The JSON types that a schema of an object allows for one property. Without any word on it: string."""
+def value_types(
+    parameters: Mapping[str, Any], key: str, otherwise: frozenset[str] = frozenset({"string"})
+) -> frozenset[str]:
+    """The JSON types that a schema of an object allows for one property. `otherwise`: without any word on it."""
     properties = parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
-    return frozenset(_types(schema, parameters, _DEPTH)) or frozenset({"string"})
+    return frozenset(_types(schema, parameters, _DEPTH)) or otherwise
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
@@ -123,7 +125,7 @@ def _nested(value: str) -> str | None:
 
 def literal(value: str) -> str | None:
     """The JSON of a Python literal, sets as lists; None if it is none, or none that JSON has. Its strings may have
-    control characters, and `true`, `false` and `null` count too."""
+    control characters, or an `f` where nothing is to be put in, and `true`, `false` and `null` count too."""
     try:
         tree = ast.parse(_PYTHON_STRING.sub(_without_controls, value).lstrip(" \t"), mode="eval")
         return _written(ast.literal_eval(_AsPython().visit(tree)))
@@ -136,6 +138,10 @@ class _AsPython(ast.NodeTransformer):
 
     def visit_Set(self, node: ast.Set) -> ast.AST:
         return ast.List([self.visit(each) for each in node.elts], ast.Load())
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:  # noqa: N802
+        texts = [each.value for each in node.values if isinstance(each, ast.Constant)]
+        return ast.Constant("".join(texts)) if len(texts) == len(node.values) else node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
