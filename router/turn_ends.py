@@ -11,8 +11,8 @@ _LONGEST = 40  # characters that are told
 
 
 def unended_turn(tokenizer: Tokenizer, format: OutputFormat, end_ids: Collection[int]) -> str | None:
-    """The text that the chat template has after an answer, if that is no end token: the model has learnt to write it, and goes
-    on behind it. None if it is one, or nothing can be told."""
+    """The text that the chat template has after an answer, if that is no end token: the model has learnt to write it,
+    and goes on behind it. None if it is one, or nothing can be told."""
     if not end_ids or format.channels is not None:  # harmony's past messages end otherwise than new ones
         return None
     messages = [("user", "Hello"), ("assistant", _ANSWER), ("user", _NEXT)]

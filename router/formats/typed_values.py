@@ -134,12 +134,12 @@ def literal(value: str) -> str | None:
 
 
 class _AsPython(ast.NodeTransformer):
-    """What models mean by a literal, as `ast.literal_eval` has it."""
+    """Makes what models mean by a literal one that `ast.literal_eval` takes."""
 
     def visit_Set(self, node: ast.Set) -> ast.AST:
         return ast.List([self.visit(each) for each in node.elts], ast.Load())
 
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:  # noqa: N802
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         texts = [each.value for each in node.values if isinstance(each, ast.Constant)]
         return ast.Constant("".join(texts)) if len(texts) == len(node.values) else node
 
