@@ -16,9 +16,20 @@ class Marks(NamedTuple):
 MARKS: dict[str, Marks] = {
     **dict.fromkeys(
         (
-            *("deepseek-r1", "deepseek-v3", "deepseek-v4", "glm45", "holo2", "hy-v3", "interns1", "kimi-k2", "mimo"),
-            *("minimax", "minimax-append-think", "minimax-m2", "nemotron-3", "nemotron-v3", "olmo3", "poolside-v1"),
-            *("qwen3", "qwen3-thinking", "step3", "step3p5"),
+            *("deepseek-r1", "deepseek-v3", "deepseek-v4", "deepseek-v41", "dots", "gigachat35", "glm45", "holo2"),
+            *(
+                "hy-v3",
+                "interns1",
+                "iquest-q1",
+                "kimi-k2",
+                "ling3",
+                "mimo",
+                "minimax",
+                "minimax-append-think",
+                "minimax-m2",
+            ),
+            *("nanbeige", "nemotron-3", "nemotron-v3", "olmo3", "poolside-v1", "qwen3", "qwen3-thinking", "step3"),
+            "step3p5",
         ),
         Marks(),
     ),
