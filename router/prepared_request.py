@@ -24,9 +24,10 @@ from router.sampling import bad_word_ids, sampling_params, sequence_seed
 from router.structure import constrained, structure
 from router.tokenizer import PromptTooLong, Tokenizer
 from router.truncation import Truncation
-from worker.messages import SamplingParams
+from worker.messages import Grammar, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
+Promised = Literal["calls", "json"] | None
 MAX_LOGPROBS_HELD = 8 << 20  # in one answer that is not streamed: about 1 GB of memory
 
 
@@ -63,6 +64,7 @@ class PreparedRequest:
     | `whole_choices` | each choice of a stream is one event, with its own usage if the usage is wanted |
     | `together` | the sequences share their context, and start on one replica |
     | `syntax` | how answers are read: thinking, calls; None if they are text and nothing else |
+    | `promised` | `calls`: the answer has one; `json`: its text, if there is any, is JSON; None: neither |
     | `thinking_budget` | most tokens of thinking; None if it has no limit of its own |
     | `prediction_ids` | tokens of the client's guess at the answer |
     | `cache_salt` | the client's salt of the prefix cache |
@@ -93,6 +95,7 @@ class PreparedRequest:
     whole_choices: bool = False
     together: bool = False
     syntax: AnswerSyntax | None = None
+    promised: Promised = None
     thinking_budget: int | None = None
     prediction_ids: list[int] = field(default_factory=list)
     cache_salt: str | None = None
@@ -190,6 +193,7 @@ def conversation_job(
     | `cut_at_context` | `max_tokens` may be more than what fits into the context: the answer ends there |
     """
     grammar_param, grammar = structure(request)
+    promised = "calls" if conversation.choice.mode == "required" else _promised(grammar)
     _check_request(request, 1, max_sequences)
     truncation = Truncation.asked(request, "left")
     text, token_ids = conversation_prompt(
@@ -216,6 +220,7 @@ def conversation_job(
         prompt_param=messages_param,
         syntax=syntax,
         continues=bool(conversation.prefill or conversation.prefill_thinking),
+        promised=promised,
         thinking_budget=budget if syntax is not None and syntax.end_of_thinking else None,
     )
 
@@ -266,6 +271,10 @@ def _syntax(conversation: Conversation, format: OutputFormat, tokenizer: Tokeniz
     )
 
 
+def _promised(grammar: Grammar | None) -> Promised:
+    return "json" if grammar is not None and grammar.kind in ("json_schema", "json_object") else None
+
+
 def completion_job(
     request: CompletionRequest,
     tokenizer: Tokenizer,
@@ -307,7 +316,10 @@ def completion_job(
         room = context_room(prompt.token_ids, context_length, "prompt")
         asked = request.max_tokens
         max_tokens.append(_max_tokens(asked, DEFAULT_COMPLETION_TOKENS, room, "max_tokens", cut_at_context))
-    job = _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, None)
+    job = replace(
+        _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, None),
+        promised=_promised(grammar),
+    )
     if not branches:
         return job
     sequences = [

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from json.encoder import encode_basestring
 
 from router.conversation import Tool
 from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta
@@ -11,8 +12,11 @@ from router.formats.format import Markers, OutputFormat
 from router.formats.source import Reading, Source
 from router.formats.typed_values import as_object, is_text
 
-_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
-_ENDS_STRING = re.compile(r'["\\]')
+# What JSON allows in a string, and what of an escape may still become one.
+_STRING = re.compile(r'[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+')
+_ANY_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_ENDS_STRING = re.compile(r'["\\\x00-\x1f]')
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _SCALAR = re.compile(r"[-+.\w]*")
 _IS_SCALAR = re.compile(r"null|true|false|-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -27,6 +31,7 @@ class AnswerReader:
     | `index` | calls that have begun |
     | `plain` | what makes a delta of text that does not match a pattern; None if all text must be read first |
     | `is_thinking` | the text here is thinking |
+    | `pending` | the marker of the call or header that is being read and has no name yet; empty for none |
     | `thinking_tokens` | tokens of thinking that has ended, where the format's markers are tokens |
 
     A call is written in three steps. Before `begin`, a reader may go back, and all is text. After it, everything up to
@@ -43,6 +48,7 @@ class AnswerReader:
         self.is_thinking = False
         self.thinking_tokens = 0
         self.tokens_before_call: int | None = None
+        self.pending = ""
         self._thinking_since: int | None = None
 
     def text(self, text: str) -> None:
@@ -87,6 +93,7 @@ class AnswerReader:
         """The call begins; there is no way back from here. Thinking before it has ended."""
         if self.is_thinking:
             self.close_thinking(self.tokens_before_call)
+        self.pending = ""
         self.source.release()
         self.out.append(CallBegin(self.index, name, call_id))
         self.index += 1
@@ -141,8 +148,9 @@ class AnswerReader:
         self, emit: Callable[[str], None], ends: tuple[str, ...], to_arguments: bool = False
     ) -> Reading[bool]:
         """Reads a JSON value to its end, and emits its text piece by piece. Brackets and strings are followed, the rest
-        is not checked. Returns False where the value breaks off: before a bracket that closes another, before a marker
-        outside strings, at the end of the text."""
+        is not checked. In strings, control characters are escaped, and so is a backslash that begins no escape: models
+        leave that out, and there is one way to read it. Returns False where the value breaks off: before a bracket
+        that closes another, before a marker outside strings, at the end of the text."""
         source, markers = self.source, self.format.marker_set(*ends)
         first = yield from source.character()
         if first and first not in '"{[':
@@ -157,7 +165,12 @@ class AnswerReader:
             while at < limit:
                 if in_string:
                     at = _end(_STRING.match(text, at))
-                    if at == limit or text[at] != '"':  # cut, perhaps after a backslash
+                    if at < limit and text[at] != '"' and (mended := self._mended(at)):
+                        emit(source.take(at))
+                        emit(mended[0])
+                        source.at = at = at + mended[1]
+                        continue
+                    if at == limit or text[at] != '"':  # cut, perhaps in an escape
                         break
                     in_string = False
                 else:
@@ -189,6 +202,16 @@ class AnswerReader:
                 self.plain = partial(CallArguments, self.index - 1), _ENDS_STRING
             yield
 
+    def _mended(self, at: int) -> tuple[str, int] | None:
+        """The text that JSON has in a string for a control character, or for a backslash that begins no escape, and how
+        many characters it takes the place of; None while more text decides."""
+        text = self.source.text
+        if text[at] != "\\":
+            return encode_basestring(text[at])[1:-1], 1
+        if _HALF_ESCAPE.fullmatch(text, at):
+            return None
+        return ("'", 2) if text[at + 1] == "'" else ("\\\\", 1)
+
     def _stop(self, markers: Markers, start: int, place: int) -> tuple[int, str | None]:
         """The first marker from `start` on, or what may become one, and the marker. None up to `place` is missed."""
         source = self.source
@@ -207,7 +230,7 @@ class AnswerReader:
         if not (yield from source.accept('"')):
             return None
         while True:
-            end = _end(_STRING.match(source.text, source.at))
+            end = _end(_ANY_STRING.match(source.text, source.at))
             if source.text[end : end + 1] == '"':
                 raw = source.take(end)
                 source.at += 1

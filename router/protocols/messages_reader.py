@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from router.billing import without_billing
 from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice, arguments_text
 from router.errors import invalid
 from router.protocols.chat_reader import check_choice, text_of_file, unsupported_part
@@ -40,10 +41,6 @@ from router.protocols.messages_types import (
     UserTurn,
 )
 from router.requests import GenerationRequest, JsonSchema, JsonSchemaFormat
-
-# Claude Code begins its system text with a block about billing. It differs from request to request, and no prefix would
-# be shared after it.
-_BILLING = "x-anthropic-billing-header:"
 
 Placed = tuple[str, UserBlock | AssistantBlock]  # a block, and where it stands in the request
 
@@ -161,8 +158,7 @@ def _may_call_several(request: CountTokensRequest) -> bool:
 
 
 def _system(system: str | list[TextBlock] | None) -> list[Message]:
-    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
-    text = "\n".join(text for text in texts if not text.startswith(_BILLING))
+    text = without_billing(system if isinstance(system, str) else "\n".join(block.text for block in system or ()))
     return [Message("system", text)] if text else []
 
 

@@ -101,6 +101,33 @@ def test_a_text(says: Callable[..., Any], thinker: Tokenizer) -> None:
     assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow is it in Oslo?<|im_end|>")
 
 
+@pytest.mark.parametrize(
+    ("text", "kinds", "status"),
+    [
+        ("<think>\nLook.\n</think>\n\nLet me see. Look.", ["reasoning", "message"], "completed"),
+        ("<think>\nLook.\n</think>\n\n" + CALL, ["reasoning", "function_call"], "completed"),
+        (CALL[:45], ["function_call"], "incomplete"),
+    ],
+)
+def test_stop_strings_leave_thinking_and_calls_alone(
+    says: Callable[..., Any], text: str, kinds: list[str], status: str
+) -> None:
+    stack = says(text)
+    fields: dict[str, Any] = {"tools": [WEATHER], "extra_body": {"stop": ["Look", "Oslo", "}", "\n"]}}
+    whole = ask(stack, **fields)
+    with stack.client.responses.stream(model="tiny", input="How?", **fields) as stream:
+        events = list(stream)
+    for response in (whole, events[-1].response):
+        assert ([item.type for item in response.output], response.status) == (kinds, status)
+        if kinds[0] == "reasoning":
+            assert response.output[0].content[0].text == "Look."
+        if kinds[-1] == "message":
+            assert response.output[-1].content[0].text == "Let me see. "
+        elif status == "completed":
+            assert json.loads(response.output[-1].arguments) == {"city": "Oslo"}
+        assert response.output[-1].status == status
+
+
 @pytest.mark.parametrize("per_step", [1, 3, 100])
 def test_a_stream_is_the_whole_in_pieces(says: Callable[..., Any], per_step: int) -> None:
     text = "<think>\nLook.\n</think>\n\nLet me see. " + CALL + "\n" + CALL.replace("Oslo", "Rome")
