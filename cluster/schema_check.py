@@ -19,8 +19,9 @@ class SchemaVerdict:
     | `engine` | the library that follows its grammar; empty if it is refused with `strict` false too |
     | `cpu_s`, `size_bytes` | CPU time to compile it, and memory of the grammar |
     | `not_enforced` | keywords, with their places, that are left out with `strict` false |
+    | `narrowed` | keywords, with their places, of which not all values can be written |
 
-    The last four are of the grammar with `strict` false if the schema is refused otherwise.
+    The last five are of the grammar with `strict` false if the schema is refused otherwise.
     """
 
     refusal: str | None = None
@@ -28,6 +29,7 @@ class SchemaVerdict:
     cpu_s: float = 0.0
     size_bytes: int = 0
     not_enforced: Sequence[str] = ()
+    narrowed: Sequence[str] = ()
 
 
 def check(text: str, model: str, timeout_s: float) -> SchemaVerdict:
@@ -43,7 +45,8 @@ def check(text: str, model: str, timeout_s: float) -> SchemaVerdict:
         for strict in (True, False):
             try:
                 made = compiler.submit(Grammar("json_schema", text, strict=strict)).result()
-                return SchemaVerdict(refusal, made.engine, made.cpu_s, made.size_bytes, made.not_enforced)
+                lists = made.not_enforced, made.narrowed
+                return SchemaVerdict(refusal, made.engine, made.cpu_s, made.size_bytes, *lists)
             except GrammarError as error:
                 refusal = refusal or str(error)
     finally:

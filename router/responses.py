@@ -136,12 +136,14 @@ class SchemaReport(msgspec.Struct):
     | `valid` | whether the text validates against the schema; null if it was cut off, or could not be judged |
     | `violation` | what is wrong, or why it could not be judged |
     | `sampled_again` | how often a part of the text was thrown away, from a violation on, and sampled again |
+    | `narrowed` | keywords, with their places, of which not all values could be written; present if there are any |
     """
 
     not_enforced: list[str]
     valid: bool | None
     violation: str | None
     sampled_again: int
+    narrowed: list[str] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):

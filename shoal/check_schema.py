@@ -19,6 +19,9 @@ from pathlib import Path
 from shoal.help import Parser
 
 
+_SHOWN = 20
+
+
 def parser() -> Parser:
     p = Parser("shoal check-schema", __doc__)
     p.add_argument("file", help="the schema in JSON; - reads standard input")
@@ -50,6 +53,11 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print(f'with "strict": false, enforced by {verdict.engine} but for this: {cost}')
             print("\n".join(f"  {each}" for each in verdict.not_enforced))
+        if verdict.narrowed:
+            print("not all valid values can be written (docs/SCHEMAS.md says which), by:")
+            print("\n".join(f"  {each}" for each in verdict.narrowed[:_SHOWN]))
+            if (more := len(verdict.narrowed) - _SHOWN) > 0:
+                print(f"  and {more} more")
     return 0 if verdict.refusal is None else 1
 
 

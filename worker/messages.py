@@ -312,12 +312,14 @@ class SchemaCheck(msgspec.Struct, omit_defaults=True, frozen=True):
     | `valid` | whether the whole output validates; None if it is not whole, or could not be judged |
     | `violation` | what is wrong, or why the output could not be judged |
     | `kept_tokens` | number of its tokens before the value that is wrong |
+    | `narrowed` | keywords, with their places, of which the grammar does not have all values |
     """
 
     not_enforced: list[str]
     valid: bool | None = None
     violation: str | None = None
     kept_tokens: int = 0
+    narrowed: list[str] = []
 
 
 class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):

@@ -10,6 +10,8 @@ generated, and judged by jsonschema under each schema's own draft.
 accepted                share of the schemas that are not refused
 invalid_accepted        invalid instances whose tokens the masks allow
 valid_refused           share of the valid instances whose tokens they do not allow
+natural.accepted        share of the values of natural.py, for these schemas and for made ones, that can be written
+natural.values          number of these values; as many that a validator refuses count in invalid_accepted
 compile.p50_ms, p99_ms  CPU time that compiling an accepted schema takes
 llguidance_share        share of the accepted schemas that llguidance follows
 mask_us_per_sequence    CPU time for a mask, in batches of 64 outputs of 64 schemas
@@ -43,6 +45,7 @@ from bench.load.options import count
 from bench.results import Figure
 from bench.schemas.gather import PublishedSchema, corpus
 from bench.schemas.instances import Instances, instances, judge
+from bench.schemas.natural import is_writable, made_schema, natural
 from bench.schemas.plain import PLAIN, GrammarVerdict
 from bench.targets import print_table
 from cluster.models import resolve
@@ -63,6 +66,8 @@ TIMEOUT_S = 10.0
 _AT_ONCE = 32  # answers
 _MOST_TOKENS = 256  # of an answer; most that end have fewer than half of it
 _SHOWN = 12
+_NATURAL, _NATURAL_OF_MADE = 12, 48  # values of a schema
+_MADE = 400  # schemas
 
 
 class Corpus:
@@ -157,7 +162,7 @@ def masks_us(compiled: Sequence[tuple[CompiledGrammar, list[list[int]]]], vocab_
 
 def ours(found: Corpus) -> tuple[Tally, list[Figure], dict[str, Any]]:
     """Shoal's figures on the corpus."""
-    tally, cpu_ms, engines = Tally(), dict[str, float](), Counter[str]()
+    tally, cpu_ms, engines, values = Tally(), dict[str, float](), Counter[str](), Natural()
     compiler = GrammarCompiler(found.model_dir, found.vocab_size, TIMEOUT_S, found.end_ids)
     try:
         compiler.submit(Grammar("json_object")).result()
@@ -177,12 +182,21 @@ def ours(found: Corpus) -> tuple[Tally, list[Figure], dict[str, Any]]:
             accepted = frozenset(text for text, way in ways.items() if allows(compiled, way))
             tally.add(each.name, made, GrammarVerdict(None, accepted))
             growth = max(growth, (psutil.Process().memory_info().rss - before) / 2**20)
+            values.add(each.name, each.schema, compiled)
             good = [ways[text] for text in made.valid if text in accepted]
             if good and len(walked) < 2 * BATCH:
                 walked.append((compiled, good))
+        for number in range(_MADE if found.schemas else 0):
+            made_one = made_schema(number)
+            future = compiler.submit(Grammar("json_schema", json.dumps(made_one)))
+            made_grammar = None if future.exception() else future.result()
+            values.add(f"made {number}", made_one, made_grammar, _NATURAL_OF_MADE)
+        tally.invalid_accepted += values.invalid_accepted
+        tally.invalid += values.invalid
         times = sorted(cpu_ms.values())
         figures = [
             *tally.figures("schemas"),
+            *values.figures,
             Figure("schemas.compile.p50_ms", _quantile(times, 0.5), "ms", False),
             Figure("schemas.compile.p99_ms", _quantile(times, 0.99), "ms", False),
             Figure("schemas.llguidance_share", engines["llguidance"] / max(1, tally.accepted), "ratio", True),
@@ -191,7 +205,36 @@ def ours(found: Corpus) -> tuple[Tally, list[Figure], dict[str, Any]]:
         ]
     finally:
         compiler.close()
-    return tally, figures, {"cpu_ms": cpu_ms, "engines": dict(engines)}
+    refused = {"natural_refused": values.refused[:500]}
+    return tally, figures, {"cpu_ms": cpu_ms, "engines": dict(engines)} | refused
+
+
+class Natural:
+    """Counts of natural values that grammars allow."""
+
+    def __init__(self) -> None:
+        self.values = self.invalid = 0
+        self.refused: list[tuple[str, str]] = []
+        self.invalid_accepted: list[tuple[str, str]] = []
+
+    def add(self, name: str, schema: Any, compiled: CompiledGrammar | None, count: int = _NATURAL) -> None:
+        """Counts the values of one schema. `compiled`: None if it is refused."""
+        good, bad = natural(schema, name, count)
+        self.values += len(good)
+        if compiled is None:
+            self.refused += [(name, json.dumps(each)) for each in good]
+            return
+        self.invalid += len(bad)
+        self.refused += [(name, json.dumps(each)) for each in good if not is_writable(compiled.matcher(), each)]
+        self.invalid_accepted += [(name, json.dumps(each)) for each in bad if is_writable(compiled.matcher(), each)]
+
+    @property
+    def figures(self) -> list[Figure]:
+        """`natural.accepted` and `natural.values`."""
+        return [
+            Figure("schemas.natural.accepted", 1 - len(self.refused) / max(1, self.values), "ratio", True),
+            Figure("schemas.natural.values", self.values, "values", True),
+        ]
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

@@ -54,7 +54,7 @@ _KEYWORDS = {
 _OTHERS: list[Any] = [None, True, 0, -1, 1.5, 10**6, "", "zz", "x" * 300, [], {}, [1], {"zz": 1}]
 
 
-class _Stuck(Exception):
+class Stuck(Exception):
     """No instance is found along this way."""
 
 
@@ -75,7 +75,7 @@ def instances(schema: Any, seed: str, valid: int = 4, invalid: int = 8) -> Insta
     """At most these numbers of each; fewer where the generator finds no more."""
     choose = random.Random(seed)
     validator = judge(schema)
-    maker = _Maker(schema, choose)
+    maker = Maker(schema, choose)
     good: dict[str, Any] = {}
     for _ in range(_ATTEMPTS):
         if len(good) >= valid:
@@ -84,14 +84,14 @@ def instances(schema: Any, seed: str, valid: int = 4, invalid: int = 8) -> Insta
             value = maker.make(schema, 0)
             if len(_text(value)) <= _MOST_BYTES and validator.is_valid(value):
                 good.setdefault(_text(value), value)
-        except (_Stuck, RecursionError):
+        except (Stuck, RecursionError):
             continue
     bad: dict[str, None] = {}
     sources = list(good.values()) or [None, {}, [], ""]
     for _ in range(_ATTEMPTS):
         if len(bad) >= invalid:
             break
-        value = _mutated(choose.choice(sources), choose)
+        value = mutated(choose.choice(sources), choose)
         if not validator.is_valid(value):
             bad.setdefault(_text(value))
     return Instances(tuple(good), tuple(bad))
@@ -101,16 +101,19 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-class _Maker:
+class Maker:
+    """Makes values that may satisfy a schema."""
+
     def __init__(self, root: Any, choose: random.Random) -> None:
         self._root, self._choose = root, choose
 
     def make(self, schema: Any, depth: int) -> Any:
+        """A value for a part of the schema. Raises Stuck."""
         if depth > _MOST_DEPTH:
-            raise _Stuck
+            raise Stuck
         if isinstance(schema, bool):
             if not schema:
-                raise _Stuck
+                raise Stuck
             return self._choose.choice(["any", 1, True, None])
         schema = self._flat(schema, 0)
         if "const" in schema:
@@ -126,10 +129,10 @@ class _Maker:
     def _flat(self, schema: Any, depth: int) -> dict[str, Any]:
         """A schema with one way through its references and combinations merged in."""
         if depth > 2 * _MOST_DEPTH:
-            raise _Stuck
+            raise Stuck
         if isinstance(schema, bool):
             if not schema:
-                raise _Stuck
+                raise Stuck
             return {}
         out = {k: v for k, v in schema.items() if k not in ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else")}
         parts: list[Any] = []
@@ -154,7 +157,7 @@ class _Maker:
             try:
                 target = target[int(key)] if isinstance(target, list) else target[key]
             except (KeyError, IndexError, ValueError, TypeError):
-                raise _Stuck from None
+                raise Stuck from None
         return target
 
     def _of(self, kind: str, schema: dict[str, Any], depth: int) -> Any:
@@ -189,7 +192,7 @@ class _Maker:
             if name in wanted:
                 try:
                     out[name] = self.make(properties.get(name, True if more is None else more), depth + 1)
-                except _Stuck:
+                except Stuck:
                     if name in needed:
                         raise
         patterns = schema.get("patternProperties", {})
@@ -199,13 +202,19 @@ class _Maker:
                 name = self._matching(pattern)
             elif isinstance(more, dict) or more is True or (more is None and not properties and not patterns):
                 names = schema.get("propertyNames")
-                name = f"key{len(out)}" if names is None else self.make(_merged({"type": "string"}, names), depth + 1)
+                name = (
+                    self._name(len(out)) if names is None else self.make(_merged({"type": "string"}, names), depth + 1)
+                )
                 sub = True if more is None else more
             else:
                 break
             if name not in properties:
                 out[name] = self.make(sub, depth + 1)
         return out
+
+    def _name(self, number: int) -> str:
+        """A name of a member that is not declared."""
+        return f"key{number}"
 
     def _array(self, schema: dict[str, Any], depth: int) -> list[Any]:
         first = schema.get("prefixItems", [])
@@ -256,7 +265,7 @@ class _Maker:
                     return text
         except (re.error, OverflowError):
             pass
-        raise _Stuck
+        raise Stuck
 
     def _text_of(self, items: list[Any]) -> str:
         out = ""
@@ -275,7 +284,7 @@ class _Maker:
                 least, most = int(value[0]), min(int(value[1]), int(value[0]) + 2)
                 out += "".join(self._text_of(list(value[2])) for _ in range(self._choose.randint(least, most)))
             elif kind is not op.AT:
-                raise _Stuck
+                raise Stuck
         return out
 
     def _one_of(self, kind: Any, value: Any) -> str:
@@ -288,7 +297,7 @@ class _Maker:
             taken = [letter for letter in letters if _is_in(value, letter)]
             taken = taken or [chr(v if k is op.LITERAL else v[0]) for k, v in value if k in (op.LITERAL, op.RANGE)]
         if not taken:
-            raise _Stuck
+            raise Stuck
         return self._choose.choice(taken)
 
 
@@ -316,7 +325,7 @@ def _named(schema: Any, name: str) -> Any:
             todo += part.values()
         elif isinstance(part, list):
             todo += part
-    raise _Stuck
+    raise Stuck
 
 
 def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -342,7 +351,7 @@ def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _mutated(value: Any, choose: random.Random) -> Any:
+def mutated(value: Any, choose: random.Random) -> Any:
     """The value with one or two of its parts changed."""
     value = json.loads(json.dumps(value))
     for _ in range(choose.choice([1, 1, 2])):

@@ -11,4 +11,5 @@ def schema_report(piece: Piece) -> SchemaReport | UnsetType:
     check = piece.check
     if check is None or piece.finish_reason is None:
         return UNSET
-    return SchemaReport(check.not_enforced, check.valid, check.violation, piece.sampled_again)
+    narrowed = check.narrowed or UNSET
+    return SchemaReport(check.not_enforced, check.valid, check.violation, piece.sampled_again, narrowed)

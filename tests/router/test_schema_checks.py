@@ -32,7 +32,7 @@ def make(make_stack: Any, make_replica: Any, tokenizer: Tokenizer) -> Callable[.
 
         def check(request: Generate) -> SchemaCheck:
             if turn() == valid:
-                return SchemaCheck(NAMED, True)
+                return SchemaCheck(NAMED, True, narrowed=["format at #/a"])
             return SchemaCheck(NAMED, False, "at #/tags: no", kept)
 
         replica = make_replica(script=script)
@@ -64,6 +64,7 @@ def test_a_violation_is_sampled_again_from_its_place(
         "valid": True,
         "violation": None,
         "sampled_again": 2,
+        "narrowed": ["format at #/a"],
     }
     scored = choice["logprobs"]["content"] if path.startswith("chat") else choice["logprobs"]["tokens"]
     tokens = len(tokenizer.encode(HEAD)) + len(tokenizer.encode("[3]}"))

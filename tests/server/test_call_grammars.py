@@ -24,10 +24,18 @@ from router.formats.families import HARMONY, TOOLS, named
 from router.formats.lexer import Lexer
 from tests.conftest import NIGHTLY
 from worker.structured_output.call_formats import MARKERS
-from worker.structured_output.compilation import after, kept_apart, to_ebnf
+from worker.structured_output.compilation import after, kept_apart
+from worker.structured_output.ebnf import START, to_text
+from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, needs_llguidance
 from worker.structured_output.error import GrammarError
+from worker.structured_output.lark import to_lark
+from worker.structured_output.lazy_grammar import LazyGrammar
+from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
+from worker.structured_output.text_rules import text_rules
 from worker.structured_output.tokens import GrammarVocabulary
-from worker.structured_output.tool_calls import tool_calls_to_ebnf
+from worker.structured_output.tool_calls import tool_call_rules
+
+Matcher = xgrammar.GrammarMatcher | LazyMatcher
 
 # Sets of tools: nine have each way to call with each way to think once.
 SETS, WALKS, MOST_TOKENS = 36 if NIGHTLY else 9, 3, 600
@@ -70,17 +78,26 @@ class WalkedVocabulary:
             self.vocabulary.token_bytes(kept_apart("tool_calls")), xgrammar.VocabType.RAW, stop_token_ids=self.ends
         )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self._lazy = LazyVocabulary(self.vocabulary.lazy_bytes(MARKERS), self.ends)
         self._bitmask = xgrammar.allocate_token_bitmask(1, self.end + 1)
         enders = [token for token in range(self._first_marker) if self._texts[token] in [e.encode() for e in ENDERS]]
         self._enders = np.zeros(self.end + 1, np.uint8)
         self._enders[[*self.ends, *enders, *range(len(alphabet) + len(LONGER), self.end)]] = 1
 
-    def compile(self, ebnf: str, root: str = "root") -> xgrammar.CompiledGrammar:
-        return self._compiler.compile_grammar(ebnf, root_rule_name=root)
+    def compile(self, ebnf: str, root: str = "root") -> Callable[[], Matcher]:
+        grammar = self._compiler.compile_grammar(ebnf, root_rule_name=root)
+        return lambda: xgrammar.GrammarMatcher(grammar)
 
-    def accepts(self, grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+    def compile_calls(self, wanted: dict[str, Any], engine: str = XGRAMMAR) -> Callable[[], Matcher]:
+        """The grammar of an answer by `ToolCalls`, followed by this engine if it can."""
+        rules, start, lexes = tool_call_rules(json.dumps(wanted), self.vocabulary)
+        if lexes and (engine == LLGUIDANCE or needs_llguidance(rules)):
+            return LazyGrammar(to_lark(rules, start), self._lazy).matcher
+        return self.compile(to_text(rules, start))
+
+    def accepts(self, grammar: Callable[[], Matcher], text: str) -> bool:
         """Whether the whole text, cut at markers that are tokens, is one of the grammar's."""
-        matcher = xgrammar.GrammarMatcher(grammar)
+        matcher = grammar()
         added = self.vocabulary.added
         parts = re.split("|".join(f"({re.escape(marker)})" for marker in added), text)
         tokens = [[added[part]] if part in added else self._bytes(part) for part in parts if part]
@@ -90,9 +107,9 @@ class WalkedVocabulary:
     def _bytes(self, text: str) -> list[int]:
         return [self._texts.index(bytes([byte])) for byte in text.encode()]
 
-    def walk(self, grammar: xgrammar.CompiledGrammar, seed: int) -> tuple[str, dict[int, int]] | None:
+    def walk(self, grammar: Callable[[], Matcher], seed: int) -> tuple[str, dict[int, int]] | None:
         """A random text with its marks, or None if it did not end in time. Never runs into a dead end."""
-        matcher = xgrammar.GrammarMatcher(grammar)
+        matcher = grammar()
         chance = random.Random(seed)
         eagerness = chance.choice([0.1, 0.4, 0.8])  # to end strings, lists, everything
         text, rest, marks = "", b"", {}
@@ -149,7 +166,7 @@ def test_every_text_is_valid(name: str, bound: bool, walked: Callable[..., Walke
             "form": {"kind": "json_schema", "text": json.dumps(FORM)} if has_form else None,
         }
         try:
-            grammar = vocabulary.compile(tool_calls_to_ebnf(json.dumps(wanted), vocabulary.vocabulary))
+            grammar = vocabulary.compile_calls(wanted, LLGUIDANCE if number % 2 else XGRAMMAR)
         except GrammarError:
             refused += 1
             continue
@@ -187,7 +204,7 @@ def test_thinking_before_a_text(kind: str, bound: bool, walked: Callable[..., Wa
     """It must be there where the prompt has begun it, and may be there otherwise."""
     vocabulary = walked(("<think>", "</think>"), bound)
     asked = {"regex": "[ab]{2}", "ebnf": 'root ::= after after\nafter ::= "a" | "b"', "choice": '["ab", "ba"]'}[kind]
-    ebnf = to_ebnf(kind, asked, vocabulary.vocabulary)
+    ebnf = asked if kind == "ebnf" else to_text(text_rules(kind, asked), START)
     texts = {"ab", "hm</think>\n\nab", "<think>hm", "a<think></think>b"}
     thought = {"<think>hm</think>\n\nab", "<think>\n</think>ba"}
     for begin, accepted in ((None, {"hm</think>\n\nab"} | thought), ("<think>", {"ab"} | thought)):
@@ -221,7 +238,7 @@ def test_a_text_of_a_form_between_markers(
     if format.thinking is not None:
         thinking = {"begin": format.thinking.begin, "end": format.thinking.end, "open": opens}
     wanted = {"format": name, "tools": [], "thinking": thinking, "form": {"kind": "regex", "text": "[0-9]{2}"}}
-    grammar = vocabulary.compile(tool_calls_to_ebnf(json.dumps(wanted), vocabulary.vocabulary))
+    grammar = vocabulary.compile_calls(wanted)
     assert vocabulary.accepts(grammar, text % "42")
     assert not vocabulary.accepts(grammar, text % "4") and not vocabulary.accepts(grammar, "42")
 
@@ -238,7 +255,7 @@ def test_gemma_writes_bare_keys_and_strings_between_marks(bound: bool, walked: C
     }
     schema = {"type": "object", "properties": properties, "required": ["city"]}
     wanted = {"format": "gemma4", "tools": [{"name": "f", "parameters": schema}], "mode": "required"}
-    grammar = vocabulary.compile(tool_calls_to_ebnf(json.dumps(wanted), vocabulary.vocabulary))
+    grammar = vocabulary.compile_calls(wanted)
     for inside, is_call in (
         ('city:<|"|>Os"lo\n<|"|>', True),
         ('city:<|"|><|"|>,days:[1,<|"|>all<|"|>],<|"|>a:b<|"|>:<|"|>xy<|"|>', True),
@@ -260,8 +277,79 @@ def test_a_refusal_says_which_part_is_at_fault(walked: Callable[..., WalkedVocab
     form = {"kind": "json_schema", "text": '{"contains": {}}'}
     for given, of_text in ({"tools": tools}, False), ({"tools": [{"name": "f"}], "form": form}, True):
         with pytest.raises(GrammarError, match="contains at #") as raised:
-            tool_calls_to_ebnf(json.dumps({"format": "hermes", **given}), vocabulary)
+            tool_call_rules(json.dumps({"format": "hermes", **given}), vocabulary)
         assert raised.value.of_text == of_text
     for wrong in ({"tools": []}, {"tools": [], "form": form, "mode": "required"}):
         with pytest.raises(GrammarError, match="no tool"):
-            tool_calls_to_ebnf(json.dumps({"format": "hermes", **wrong}), vocabulary)
+            tool_call_rules(json.dumps({"format": "hermes", **wrong}), vocabulary)
+
+
+HARD = 'She said "go" to C:\\tmp\\x.\n\tThen: <b>a < b</b> & 😀 é </parameter </p> <parameter>'
+HARD_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 300},
+        "path": {"type": "string", "pattern": "^/|\\\\", "minLength": 5, "maxLength": 600},
+        "any": {"type": "string", "pattern": r"\S", "not": {"const": "x"}},
+        "id": {"type": "integer", "minimum": 1},
+        "items": {"type": "array", "items": {"type": "string", "maxLength": 100, "pattern": "<|a"}},
+    },
+    "required": ["text", "path", "any", "id", "items"],
+    "additionalProperties": False,
+}
+HARD_VALUES = {"text": HARD, "path": f"/usr {HARD}", "any": HARD, "id": 1234567890123456789, "items": [HARD, "<a>"]}
+TOO_LONG = {**HARD_VALUES, "text": HARD * 5}
+TOO_SHORT = {**HARD_VALUES, "path": "/usr"}
+NOT_FOUND = {**HARD_VALUES, "items": ["b"]}
+
+
+def in_json(values: dict[str, Any]) -> str:
+    return json.dumps(values, ensure_ascii=False)
+
+
+def in_tags(before: str, between: str, after: str) -> Callable[[dict[str, Any]], str]:
+    return lambda values: "".join(
+        f"{before}{name}{between}{value if isinstance(value, str) else in_json(value)}{after}"
+        for name, value in values.items()
+    )
+
+
+def in_python(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={in_json(value)}" for name, value in values.items())
+
+
+CALLS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "hermes": ('<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>', in_json),
+    "llama3_json": ('{"name": "f", "parameters": %s}', in_json),
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n%s</function>\n</tool_call>",
+        in_tags("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    "glm45": ("<tool_call>f\n%s</tool_call>", in_tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=f>\n%s</function>\n</seed:tool_call>",
+        in_tags("<parameter=", ">", "</parameter>\n"),
+    ),
+    "pythonic": ("[f(%s)]", in_python),
+}
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["characters", "tokens"])
+@pytest.mark.parametrize("mode", ["required", "auto"])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_hold_what_documents_hold(
+    name: str, mode: str, bound: bool, walked: Callable[..., WalkedVocabulary]
+) -> None:
+    """Quotes, escapes, line ends, markup, long numbers, where strings have limits; and nothing beyond the limits."""
+    around, write = CALLS[name]
+    format = named(name, None)
+    pieces = format.tools.pieces if format.tools is not None else ()
+    vocabulary = walked(tuple(marker for marker in MARKERS if marker in (*format.markers, *pieces)), bound)
+    tools = [{"name": "f", "parameters": HARD_SCHEMA, "strict": True}]
+    grammar = vocabulary.compile_calls({"format": name, "tools": tools, "mode": mode})
+    assert vocabulary.accepts(grammar, around % write(HARD_VALUES))
+    for wrong in (TOO_LONG, TOO_SHORT, NOT_FOUND):
+        assert not vocabulary.accepts(grammar, around % write(wrong)), wrong
+    if "arg_" not in around and "(" not in around and name != "llama3_json":
+        text = dict(HARD_VALUES, any="a</parameter>b" if "%s</function" in around else "x")
+        assert not vocabulary.accepts(grammar, around % write(text))

@@ -36,10 +36,21 @@ def test_the_keyword_that_is_not_enforced_and_its_place(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO('{"properties": {"a": {"contains": {}}}}'))
     assert check_schema.main(["-", "--model", str(model)]) == 1
-    refused, without, *named = capsys.readouterr().out.splitlines()
+    refused, without, named, _, narrowed = capsys.readouterr().out.splitlines()
     assert "contains at #/properties/a" in refused
     assert '"strict": false' in without and re.search(r"\d s\b", without)
-    assert named == ["  contains at #/properties/a"]
+    assert named == "  contains at #/properties/a" and narrowed == "  other members at #"
+
+
+def test_what_is_enforced_more_narrowly_and_its_place(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "schema.json"
+    many = {f"p{i}": {"type": "string", "format": "date", "maxLength": 10 + i} for i in range(30)}
+    file.write_text(json.dumps({"type": "object", "properties": many, "additionalProperties": False}))
+    assert check_schema.main([str(file), "--model", str(model)]) == 0
+    _, _, first, *others, more = capsys.readouterr().out.splitlines()
+    assert first == "  format at #/properties/p0" and len(others) == 19 and "10" in more
 
 
 def test_what_is_no_schema_is_refused_either_way(

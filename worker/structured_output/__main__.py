@@ -67,10 +67,10 @@ def _answer(connection: socket.socket, compilation: Compilation, memory_bytes: i
         if kind == CHECK:
             connection.sendall(OK + compilation.check(text))
             return
-        engine, reply, places, not_enforced = compilation.run(kind, text, after, begin, strict=strict)
+        engine, reply, places, not_enforced, narrowed = compilation.run(kind, text, after, begin, strict=strict)
         if len(reply) > _REPLY_LIMIT_BYTES:
             raise GrammarError("the grammar is too large")
-        head = json.dumps([engine, cpu_time_s(), places, not_enforced]).encode()
+        head = json.dumps([engine, cpu_time_s(), places, not_enforced, narrowed]).encode()
         connection.sendall(OK + head + b"\n" + reply)
     except GrammarError as error:
         connection.sendall((TEXT_REFUSED if error.of_text else REFUSED) + str(error).encode("utf-8", "replace"))

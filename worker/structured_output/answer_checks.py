@@ -25,7 +25,13 @@ class _Watched:
     token_ids: list[int]
     is_told: bool = False
     not_enforced: list[str] = field(default_factory=list)
+    narrowed: list[str] = field(default_factory=list)
     last: Output | None = None
+
+    @property
+    def told(self) -> SchemaCheck:
+        """What is known before the answer is judged."""
+        return SchemaCheck(self.not_enforced, narrowed=self.narrowed)
 
 
 class AnswerChecks:
@@ -83,15 +89,16 @@ class AnswerChecks:
 
     def _is_held(self, output: Output, watched: _Watched, grammar: CompiledGrammar | None) -> bool:
         if grammar is not None and not watched.is_told:
-            watched.is_told, watched.not_enforced = True, list(grammar.not_enforced)
+            watched.is_told = True
+            watched.not_enforced, watched.narrowed = list(grammar.not_enforced), list(grammar.narrowed)
             if watched.not_enforced:
-                output.check = SchemaCheck(watched.not_enforced)
+                output.check = watched.told
         watched.token_ids += output.token_ids
         if output.finish_reason is None:
             return False
         if output.finish_reason != "stop" or not watched.not_enforced:
             if watched.not_enforced:
-                output.check = SchemaCheck(watched.not_enforced)
+                output.check = watched.told
             del self._watched[output.request_id]
             return False
         token_ids = watched.token_ids[:-1] if output.stop_token_id is not None else watched.token_ids
@@ -110,7 +117,7 @@ class AnswerChecks:
 
 
 def _check(request_id: str, watched: _Watched, done: "Future[AnswerVerdict]") -> SchemaCheck:
-    told = SchemaCheck(watched.not_enforced)
+    told = watched.told
     if done.cancelled():
         return msgspec.structs.replace(told, violation="not judged: the compiler is closed")
     if (error := done.exception()) is not None:

@@ -14,6 +14,7 @@ from jsonschema_specifications import REGISTRY
 from referencing.exceptions import Unresolvable
 
 from worker.structured_output.error import GrammarError
+from worker.structured_output.modern import with_patterns_of_python
 from worker.structured_output.tokens import BY_ID
 
 _MOST_ERRORS = 100  # looked at for the first place
@@ -57,7 +58,7 @@ def answer_verdict(answer: AnswerToCheck, token_bytes: Sequence[bytes]) -> Answe
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return AnswerVerdict(f"the answer is not JSON: {error}"[:_MOST_CHARACTERS])
-    schema = json.loads(answer.schema)
+    schema = with_patterns_of_python(json.loads(answer.schema))
     draft = validator_for(schema, default=Draft202012Validator)
     # By default, jsonschema would fetch what references of other schemas lead to.
     validator = draft(schema, registry=REGISTRY, format_checker=draft.FORMAT_CHECKER if answer.with_formats else None)

@@ -49,12 +49,13 @@ def intersection(a: Ranges, b: Ranges) -> Ranges:
 
 @lru_cache
 def category(escape: str) -> tuple[Ranges, Ranges]:
-    """Characters of the class d, s or w: those that every dialect counts (ASCII), and those that any counts
-    (Unicode)."""
+    """Characters of the class d, s or w: those that every dialect counts, and those that any counts. ECMA 262 counts
+    letters and digits in ASCII only. Of the spaces, each dialect has some that the other has not."""
     everything = "".join(map(chr, range(0x110000)))
-    found = [(m.start(), m.end() - 1) for m in re.finditer(rf"\{escape}+", everything)]
-    ascii_only = intersection(union(found), ((0x09, 0x0D), (0x20, 0x7E)))
-    return ascii_only, union([*found, (0xFEFF, 0xFEFF)] if escape == "s" else found)
+    found = union((m.start(), m.end() - 1) for m in re.finditer(rf"\{escape}+", everything))
+    if escape == "s":
+        return intersection(found, complement(((0x1C, 0x1F), (0x85, 0x85)))), union([*found, (0xFEFF, 0xFEFF)])
+    return intersection(found, ((0x20, 0x7E),)), found
 
 
 def literal(text: str) -> str:

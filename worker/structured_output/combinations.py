@@ -23,7 +23,7 @@ _MOST_DECIDED = 2
 class Combinations:
     """Splits the parts of one schema into alternatives.
 
-    `narrowed`: how many parts it has made narrower than they are.
+    `narrowed`: how many parts it has made narrower than they are. `narrowed_at`: their keywords and places.
     """
 
     def __init__(self, root: Any, references: SchemaReferences, validator: Draft202012Validator) -> None:
@@ -33,6 +33,7 @@ class Combinations:
         self._deciding = 0  # calls of `_is_decided` that have not returned
         self._decided: dict[str, tuple[bool, int]] = {}  # answers of `_is_decided`, and how often they narrowed
         self.narrowed = 0
+        self.narrowed_at: dict[str, None] = {}
 
     def simple(self, schema: Any, at: str, depth: int = 0) -> list[Schema]:
         """Splits a schema into alternatives that have no `$ref`, `allOf`, `anyOf` or `oneOf` themselves."""
@@ -107,6 +108,8 @@ class Combinations:
             decided = [each for each in others if self._is_decided(each, at, depth)]
             others, whole = decided, whole and len(decided) == len(others)
             self.narrowed += not whole
+            if not whole:
+                self.narrowed_at[f"{key} at {at}"] = None
             if not others and not whole:
                 raise KeywordError(f"{key} at {at} is not supported for {', '.join(part)}", key, at)
             out = self._product(out, others, at)
@@ -164,6 +167,7 @@ class Combinations:
                 except GrammarError:
                     left = []
                     self.narrowed += 1
+                    self.narrowed_at[f"oneOf at {at}"] = None
                 refusal = refusal or self._overlap(i, j, at)
             out.append(left)
         if refusal is not None and not any(map(_may_have_values, chain(*out))):

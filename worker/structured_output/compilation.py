@@ -17,21 +17,28 @@ import numpy as np
 from worker.structured_output.answer_verdict import AnswerToCheck, answer_verdict
 from worker.structured_output.call_formats import MARKERS
 from worker.structured_output.client_lark import client_lark, is_lark, lark_error
-from worker.structured_output.ebnf import START, Node, Ref, rule_text, seq, to_text
-from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, XGRAMMAR_BYTES, XGRAMMAR_CPU_S, engine_for
+from worker.structured_output.ebnf import START, Node, Ref, prune, rule_text, seq, to_text
+from worker.structured_output.engines import (
+    LLGUIDANCE,
+    XGRAMMAR,
+    XGRAMMAR_BYTES,
+    XGRAMMAR_CPU_S,
+    engine_for,
+    needs_llguidance,
+)
 from worker.structured_output.error import GrammarError
 from worker.structured_output.forks import in_fork
-from worker.structured_output.lark import has_unique_items, to_lark
+from worker.structured_output.lark import can_follow_markers, to_lark, unique_items
 from worker.structured_output.lazy_grammar import LazyGrammar
 from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
 from worker.structured_output.markers import Speller
 from worker.structured_output.relaxation import Relaxed
-from worker.structured_output.schema import schema_places
+from worker.structured_output.schema import schema_grammar, schema_places
 from worker.structured_output.serialised import serialised
-from worker.structured_output.structural_tag import structural_tag_to_ebnf
+from worker.structured_output.structural_tag import structural_tag_rules
 from worker.structured_output.text_rules import text_rules
 from worker.structured_output.tokens import GrammarVocabulary
-from worker.structured_output.tool_calls import tool_calls_to_ebnf
+from worker.structured_output.tool_calls import tool_call_rules
 from worker.structured_output.unique_places import Place
 
 RAW_VOCABULARY = 0  # xgrammar.VocabType.RAW: tokens are given as bytes
@@ -43,49 +50,41 @@ _TRIALS = 3
 
 
 class CompiledBytes(NamedTuple):
-    """A compiled grammar: for which engine, as `serialised` or `to_lark` writes it, the places of unique items, and
-    what of its schema it leaves out."""
+    """A compiled grammar: for which engine, as `serialised` or `to_lark` writes it, the places of unique items, what of
+    its schema it leaves out, and where it is narrower."""
 
     engine: str
     data: bytes
     places: list[Place]
     not_enforced: list[str]
-
-
-def to_ebnf(kind: str, text: str, vocabulary: GrammarVocabulary) -> str:
-    """Converts any `messages.Grammar` to xgrammar's EBNF, without its `after`. Raises GrammarError."""
-    match kind:
-        case "tool_calls":
-            return tool_calls_to_ebnf(text, vocabulary)
-        case "structural_tag":
-            return structural_tag_to_ebnf(text, vocabulary)
-        case "json_schema" | "json_object" | "regex" | "choice":
-            return to_text(text_rules(kind, text), START)
-        case "ebnf":
-            if is_lark(text):
-                raise GrammarError(
-                    "a grammar in Lark cannot follow the model's thinking: turn thinking off, or write rules in EBNF, "
-                    'such as root ::= "a"'
-                )
-            return text
-    raise GrammarError(f"there is no kind of grammar called {kind!r}")
+    narrowed: list[str]
 
 
 def after(marker: str, begin: str | None, ebnf: str, vocabulary: GrammarVocabulary) -> tuple[str, str]:
     """The grammar of free text up to the marker, and then what `ebnf` matches from its rule `root` on. `begin`: as
     `messages.Grammar` has it. Returns the grammar with the name of the rule to begin with."""
-    if not marker or begin == "":
-        raise GrammarError("the marker that a grammar comes after is empty")
     root = "after"
     while root in ebnf:
         root += "_"
+    return f"{ebnf}\n{rule_text(root, _after(marker, begin, 'root', vocabulary))}\n", root
+
+
+def _after(marker: str, begin: str | None, start: str, vocabulary: GrammarVocabulary) -> Node:
+    if not marker or begin == "":
+        raise GrammarError("the marker that a grammar comes after is empty")
     speller = Speller((*MARKERS, marker, *([] if begin is None else [begin])), vocabulary.added)
-    return f"{ebnf}\n{rule_text(root, seq(speller.thinking_before(marker, begin), Ref('root')))}\n", root
+    return seq(speller.thinking_before(marker, begin), Ref(start))
 
 
 def kept_apart(kind: str) -> tuple[str, ...]:
     """Tokens that a grammar of this kind allows only where it names them, never as text."""
     return MARKERS if kind == "tool_calls" else ()
+
+
+def keeps_markers_apart(kind: str, marker: str | None) -> bool:
+    """Whether llguidance follows a grammar of this kind, whose `after` is `marker`, with tokens of markers that stand
+    for no text."""
+    return kind == "tool_calls" or marker is not None
 
 
 class Compilation:
@@ -101,30 +100,56 @@ class Compilation:
             )
             for texts in (kept_apart(""), kept_apart("tool_calls"))
         }
-        self._lazy = LazyVocabulary(self._vocabulary.token_bytes(kept_apart("")), eos_token_ids)
+        texts = self._vocabulary.lazy_bytes()
+        apart = self._vocabulary.lazy_bytes(MARKERS)
+        plain = LazyVocabulary(texts, eos_token_ids)
+        self._lazy = plain, plain if apart == texts else LazyVocabulary(apart, eos_token_ids)
         self._threads = max(1, min(4, (os.cpu_count() or 1) // 2))
 
     def run(
         self, kind: str, text: str, marker: str | None = None, begin: str | None = None, *, strict: bool = True
     ) -> CompiledBytes:
         """Compiles a `messages.Grammar`, whose `after` is `marker`. Raises GrammarError or MemoryError."""
-        not_enforced, rules = list[str](), None
+        not_enforced, narrowed, lexes = list[str](), list[str](), True
         try:
+            if kind == "ebnf":
+                return self._of_client(text, marker, begin)
             if not strict and kind == "json_schema":
                 relaxed = Relaxed(text)
-                text, not_enforced, rules = json.dumps(relaxed.schema), relaxed.not_enforced, relaxed.rules
-            if marker is None and kind in TEXT_KINDS:
-                rules = text_rules(kind, text) if rules is None else rules
-                places = schema_places(text) if has_unique_items(rules) else []
-                return self._with_rules(rules, places)._replace(not_enforced=not_enforced)
-            if marker is None and kind == "ebnf" and is_lark(text):
-                return CompiledBytes(LLGUIDANCE, self._with_llguidance(client_lark(text), [], lark_error), [], [])
-            ebnf, root = to_ebnf(kind, text, self._vocabulary), "root"
+                text, not_enforced, narrowed = json.dumps(relaxed.schema), relaxed.not_enforced, relaxed.narrowed
+                rules, start = relaxed.rules, START
+            elif kind == "json_schema":
+                (rules, narrowed), start = schema_grammar(text), START
+            elif kind == "tool_calls":
+                rules, start, lexes = tool_call_rules(text, self._vocabulary)
+            elif kind == "structural_tag":
+                rules, start, lexes = *structural_tag_rules(text, self._vocabulary), False
+            elif kind in TEXT_KINDS:
+                rules, start = text_rules(kind, text), START
+            else:
+                raise GrammarError(f"there is no kind of grammar called {kind!r}")
             if marker is not None:
-                ebnf, root = after(marker, begin, ebnf, self._vocabulary)
+                rules, start = {**rules, "after": _after(marker, begin, start, self._vocabulary)}, "after"
+            if kind == "structural_tag" or keeps_markers_apart(kind, marker):
+                found = self._marked(rules, start, kind, lexes=lexes)
+            else:
+                found = self._with_rules(rules, schema_places(text) if unique_items(rules) else [])
+            return found._replace(not_enforced=not_enforced, narrowed=narrowed)
         except RecursionError:
             raise GrammarError("the grammar is nested too deeply") from None
-        return CompiledBytes(XGRAMMAR, self._with_xgrammar(kind, ebnf, root), [], not_enforced)
+
+    def _of_client(self, text: str, marker: str | None, begin: str | None) -> CompiledBytes:
+        """Compiles a grammar in the client's own words."""
+        if not is_lark(text):
+            ebnf, root = (text, "root") if marker is None else after(marker, begin, text, self._vocabulary)
+            return CompiledBytes(XGRAMMAR, self._with_xgrammar("ebnf", ebnf, root), [], [], [])
+        if marker is not None:
+            raise GrammarError(
+                "a grammar in Lark cannot follow the model's thinking: turn thinking off, or write rules in EBNF, "
+                'such as root ::= "a"'
+            )
+        lark = self._with_llguidance(client_lark(text), self._lazy[False], [], lark_error)
+        return CompiledBytes(LLGUIDANCE, lark, [], [], [])
 
     def check(self, text: str) -> bytes:
         """The `AnswerVerdict` on an `AnswerToCheck`, both as JSON."""
@@ -137,15 +162,30 @@ class Compilation:
             ebnf = to_text(rules, START)
             found = in_fork(lambda: self._with_xgrammar("", ebnf, "root"), XGRAMMAR_CPU_S, XGRAMMAR_BYTES)
             if found is not None:
-                return CompiledBytes(XGRAMMAR, found, [], [])
-        return CompiledBytes(LLGUIDANCE, self._with_llguidance(to_lark(rules, START), places, _readable), places, [])
+                return CompiledBytes(XGRAMMAR, found, [], [], [])
+        lark = self._with_llguidance(to_lark(rules, START), self._lazy[False], places, _readable)
+        return CompiledBytes(LLGUIDANCE, lark, places, [], [])
 
-    def _with_llguidance(self, lark: str, places: list[Place], readable: Callable[[str], str]) -> bytes:
+    def _marked(self, rules: dict[str, Node], start: str, kind: str, *, lexes: bool) -> CompiledBytes:
+        """Compiles rules in which markers stand apart from text. xgrammar, whose masks of free text cost nothing,
+        follows all but those whose strings it cannot follow. `lexes`: as `CallRules` has it."""
+        rules = prune(rules, start) or {}
+        if (found := unique_items(rules)) is not None:
+            raise GrammarError(f"{found.what} is not supported in calls of tools, and after thinking")
+        lexes = lexes and can_follow_markers(rules, self._vocabulary.ids_apart(MARKERS))
+        if not lexes or not needs_llguidance(rules):
+            return CompiledBytes(XGRAMMAR, self._with_xgrammar(kind, to_text(rules, start), "root"), [], [], [])
+        lark = self._with_llguidance(to_lark(rules, start), self._lazy[True], [], _readable)
+        return CompiledBytes(LLGUIDANCE, lark, [], [], [])
+
+    def _with_llguidance(
+        self, lark: str, vocabulary: LazyVocabulary, places: list[Place], readable: Callable[[str], str]
+    ) -> bytes:
         """`readable`: what the client is told of llguidance's error."""
 
         def matcher() -> LazyMatcher:
             try:
-                return LazyGrammar(lark, self._lazy, places).matcher()
+                return LazyGrammar(lark, vocabulary, places).matcher()
             except ValueError as error:
                 raise GrammarError(readable(str(error))) from None
 

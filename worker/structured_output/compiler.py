@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from worker.messages import Grammar
 from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
-from worker.structured_output.compilation import kept_apart
+from worker.structured_output.call_formats import MARKERS
+from worker.structured_output.compilation import keeps_markers_apart, kept_apart
 from worker.structured_output.engines import LLGUIDANCE, CompiledText
 from worker.structured_output.error import CompilerUnavailable
 from worker.structured_output.grammar_store import GrammarStore, identity
@@ -70,7 +71,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._info_lock = threading.Lock()
         self._vocabulary: GrammarVocabulary | None = None
-        self._lazy: LazyVocabulary | None = None
+        self._lazy: dict[bool, LazyVocabulary] = {}
         self._infos: dict[tuple[str, ...], xgrammar.TokenizerInfo] = {}
         self._kept: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._reading = threading.Lock()
@@ -130,7 +131,7 @@ class GrammarCompiler:
         self._wait_for_room()
         found = self._compiled_text(grammar)
         with self._reading:
-            return self._read(found, grammar.kind, info)
+            return self._read(found, grammar, info)
 
     def _compiled_text(self, grammar: Grammar) -> CompiledText:
         """From disk, or compiled."""
@@ -159,11 +160,12 @@ class GrammarCompiler:
         limits = self._timeout_s, self._memory_bytes
         return GrammarStore(self._folder, identity(self._model_dir, self._vocab_size, self._eos_token_ids, *limits))
 
-    def _read(self, found: CompiledText, kind: str, info: "xgrammar.TokenizerInfo") -> CompiledGrammar:
+    def _read(self, found: CompiledText, grammar: Grammar, info: "xgrammar.TokenizerInfo") -> CompiledGrammar:
         import xgrammar
 
         if found.engine == LLGUIDANCE:
-            handle: Any = LazyGrammar(found.text, self._lazy_vocabulary(), found.places)
+            vocabulary = self._lazy_vocabulary(apart=keeps_markers_apart(grammar.kind, grammar.after))
+            handle: Any = LazyGrammar(found.text, vocabulary, found.places)
             size_bytes = LAZY_BYTES + LAZY_BYTES_PER_BYTE * len(found.text)
         else:
             handle = xgrammar.CompiledGrammar.deserialize_json(found.text, info)
@@ -171,7 +173,13 @@ class GrammarCompiler:
             # them.
             size_bytes = len(found.text)
         compiled = CompiledGrammar(
-            handle, kind, size_bytes, engine=found.engine, cpu_s=found.cpu_s, not_enforced=found.not_enforced
+            handle,
+            grammar.kind,
+            size_bytes,
+            engine=found.engine,
+            cpu_s=found.cpu_s,
+            not_enforced=found.not_enforced,
+            narrowed=found.narrowed,
         )
         with self._room:
             self._bytes += compiled.size_bytes
@@ -211,14 +219,16 @@ class GrammarCompiler:
                 )
             return self._infos[apart]
 
-    def _lazy_vocabulary(self) -> LazyVocabulary:
-        """The vocabulary of llguidance's grammars."""
+    def _lazy_vocabulary(self, *, apart: bool = False) -> LazyVocabulary:
+        """The vocabulary of llguidance's grammars. `apart`: tokens of markers stand for no text."""
         self._tokenizer_info("")  # makes the vocabulary
         with self._info_lock:
-            if self._lazy is None:
+            if apart not in self._lazy:
                 assert self._vocabulary is not None
-                self._lazy = LazyVocabulary(self._vocabulary.token_bytes(kept_apart("")), self._eos_token_ids)
-            return self._lazy
+                plain, texts = self._vocabulary.lazy_bytes(), self._vocabulary.lazy_bytes(MARKERS if apart else ())
+                same = self._lazy.get(not apart) if texts == plain else None
+                self._lazy[apart] = same or LazyVocabulary(texts, self._eos_token_ids)
+            return self._lazy[apart]
 
     def _settle(self, grammar: Grammar, done: "Future[CompiledGrammar]") -> None:
         """Drops a grammar that failed. Otherwise evicts the least recently used while the cache is too large."""

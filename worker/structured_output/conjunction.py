@@ -14,6 +14,25 @@ _BOTH = ("additionalProperties", "items", "propertyNames")  # schemas that apply
 _NUMBERS = {"integer", "number"}
 
 
+class Patterns(str):
+    """Several values of `pattern` as one that Python's `re` can read. `parts` has them."""
+
+    parts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, *patterns: str) -> "Patterns":
+        """All of these, of which some may have parts themselves."""
+        parts = tuple(dict.fromkeys(part for each in patterns for part in parts_of(each)))
+        made = cls("^" + "".join(rf"(?=[\s\S]*(?:{part}))" for part in parts))
+        made.parts = parts
+        return made
+
+
+def parts_of(pattern: str) -> tuple[str, ...]:
+    """The patterns that a value of `pattern` stands for."""
+    return pattern.parts if isinstance(pattern, Patterns) else (pattern,)
+
+
 def conjoin(a: Schema, b: Schema, at: str) -> Schema | None:
     """A schema for the values that satisfy both `a` and `b`, or None if no value does. Neither has `$ref`, `allOf`,
     `anyOf` or `oneOf`. Raises GrammarError, naming `at`, for keywords that cannot be combined."""
@@ -27,6 +46,8 @@ def conjoin(a: Schema, b: Schema, at: str) -> Schema | None:
             out[key] = both(a[key], b[key])
         elif key == "patternProperties":
             pass  # below
+        elif key == "pattern":
+            out[key] = a[key] if a[key] == b[key] else Patterns.of(a[key], b[key])
         elif key == "not":  # of texts
             out[key] = {"enum": [*a[key]["enum"], *b[key]["enum"]]}
         elif key == "uniqueItems":

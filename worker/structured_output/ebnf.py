@@ -10,13 +10,18 @@ tokens cheap. Cost per token inside a string, measured with SmolLM2's vocabulary
 | a rule of rules with a bounded repetition around it | 800 ms |
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from worker.structured_output import regex
 from worker.structured_output.error import GrammarError
 
 START = "start"  # the rule that a grammar begins with
+# Beyond this number of repetitions xgrammar counts at run time instead. Its cached masks are then wrong: they admit
+# tokens that it does not accept.
 _UNROLLED = 128
+_LARGE_COUNT = re.compile(r"\d{3}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +35,9 @@ class Terminal:
 class Regex:
     """A pattern in xgrammar's notation, as `worker.structured_output.regex` writes it. At least one text matches it.
 
-    `difference`: a wider pattern and the texts of it that do not match. Where llguidance sees a pattern like this, it
-    need not try every token of the vocabulary: a mask in an object's key takes 20 us instead of 1.1 ms (128,256 tokens,
-    10 named properties).
+    `difference`: a wider pattern and patterns of the texts of it that do not match. Where llguidance sees a pattern
+    like this, it need not try every token of the vocabulary: a mask in an object's key takes 20 us instead of 1.1 ms
+    (128,256 tokens, 10 named properties).
     """
 
     pattern: str
@@ -150,6 +155,21 @@ def prune(rules: dict[str, Node], root: str) -> dict[str, Node] | None:
     return kept
 
 
+def without_dead_ends(node: Node) -> Node:
+    """A regular node without branches that can never be completed. NEVER if it matches nothing."""
+    return _prune(node, set()) if _matches(node, set()) else NEVER
+
+
+def dead_end(rules: dict[str, Node], root: str) -> list[str]:
+    """The rules on a way from `root`, which matches nothing, to one that matches nothing by itself or needs itself."""
+    finite, way = _productive(rules), [root]
+    while True:
+        dead = [name for name in _refs(rules[way[-1]]) if name not in finite and name not in way]
+        if not dead:
+            return way
+        way.append(dead[0])
+
+
 def _productive(rules: dict[str, Node]) -> set[str]:
     """The names of the rules that match at least one finite text."""
     users: dict[str, set[str]] = {}
@@ -262,6 +282,8 @@ class _Writer:
             case Terminal(text):
                 return quote(text)
             case Regex(pattern):
+                if _LARGE_COUNT.search(pattern) and regex.counted(pattern)[1] > _UNROLLED:
+                    raise GrammarError(f"more than {_UNROLLED} characters are not counted in a grammar of this kind")
                 return f"Regex({quote(pattern)})"
             case Ref(name):
                 return name
@@ -279,16 +301,12 @@ class _Writer:
                 inner = self.expression(part)
                 return self._times(lambda n, m: f"({inner}){_bounds(n, m)}", least, most)
             case Intersection(_, what) | UniqueItems(_, what):
-                raise GrammarError(f"{what}: not supported in calls of tools, and after thinking")
+                raise GrammarError(f"{what}: not supported in a grammar of this kind")
             case Complement():
                 raise ValueError("a complement outside of an intersection")
 
     def _times(self, piece: Piece, least: int, most: int | None) -> str:
-        """Repetition from `least` to `most` times, in pieces that xgrammar unrolls: `piece(n, m)` repeats n to m times.
-
-        Beyond 128 repetitions xgrammar counts at run time instead. Its cached masks are then wrong: they admit tokens
-        that it does not accept.
-        """
+        """Repetition from `least` to `most` times, in pieces that xgrammar unrolls. `piece(n, m)`: n to m times."""
         if least:
             whole, rest = divmod(least, _UNROLLED)
             parts = [self._wholes(piece, whole, whole)] if whole else []

@@ -36,8 +36,8 @@ class LazyGrammar:
             self._first, self._used, self._next = self._next.result(), 0, None
         self._used += 1
         if self._places:
-            return UniqueMatcher(self.vocabulary, self._first.deep_copy(), self._places)
-        return LazyMatcher(self.vocabulary, self._first.deep_copy())
+            return UniqueMatcher(self.vocabulary, self._first.deep_copy(), self._places, self._new)
+        return LazyMatcher(self.vocabulary, self._first.deep_copy(), self._new)
 
     def _new(self) -> Any:
         import llguidance

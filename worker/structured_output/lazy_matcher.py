@@ -8,16 +8,20 @@ here:
 - It does not count the end token as a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from worker.structured_output.boundary_tokens import BoundaryTokens
+from worker.structured_output.tokens import BY_ID
 
 if TYPE_CHECKING:
     import torch
+
+
+_FULL = "too many states"  # llguidance's words
 
 
 @cache
@@ -32,10 +36,12 @@ class LazyVocabulary:
     """A vocabulary as llguidance needs it: built once per process, in 0.35 s for 49,152 tokens."""
 
     def __init__(self, token_bytes: Sequence[bytes], end_ids: Sequence[int]) -> None:
-        """`token_bytes`: as `GrammarVocabulary.token_bytes` has them. `end_ids`: tokens that end an output."""
+        """`token_bytes`: as `GrammarVocabulary.lazy_bytes` has them. `end_ids`: tokens that end an output, and are no
+        text."""
         import llguidance
 
-        self.tokens = token_bytes
+        ends = {token_id: BY_ID + token_bytes[token_id].removeprefix(BY_ID) for token_id in end_ids}
+        self.tokens = token_bytes = [ends.get(token_id, text) for token_id, text in enumerate(token_bytes)]
         self.num_tokens = len(token_bytes)
         self.end_ids = list(end_ids)
         ids = {text: token_id for token_id, text in enumerate(token_bytes) if len(text) == 1}
@@ -71,10 +77,12 @@ class LazyMatcher:
     narrows: ClassVar[bool] = False
     """Whether `narrow` does anything."""
 
-    def __init__(self, vocabulary: LazyVocabulary, matcher: Any) -> None:
-        """`matcher`: llguidance's, at the beginning of its grammar."""
-        self._vocabulary, self.handle = vocabulary, matcher
+    def __init__(self, vocabulary: LazyVocabulary, matcher: Any, renew: Callable[[], Any] | None = None) -> None:
+        """`matcher`: llguidance's, at the beginning of its grammar. `renew` makes another with an automaton of its own,
+        for when that one is full."""
+        self._vocabulary, self.handle, self._renew = vocabulary, matcher, renew
         self._steps: list[int] = []  # tokens of each step; 0 for the end token
+        self._taken: list[int] = []  # tokens that `handle` has taken in
         self._ended = False
         self.stop_token_ids = self._vocabulary.end_ids
         self._ends = frozenset(self.stop_token_ids)
@@ -88,31 +96,47 @@ class LazyMatcher:
             if self._ended:
                 self._steps.append(0)
             return self._ended
-        if self.handle.try_consume_tokens([token_id]) != 1:
+        if self.handle.try_consume_tokens([token_id]) != 1 and not (
+            self.renewed() and self.handle.try_consume_tokens([token_id]) == 1
+        ):
             return False
-        self._steps.append(1)
+        self.advanced(token_id)
         return True
 
     def is_plain(self, token_id: int) -> bool:
         """Whether llguidance alone says if this token is allowed next."""
         return not (self.narrows or self._ended or token_id in self._ends)
 
-    def advanced(self) -> None:
+    def advanced(self, token_id: int) -> None:
         """Notes that llguidance has taken in a plain token."""
         self._steps.append(1)
+        self._taken.append(token_id)
+
+    def renewed(self) -> bool:
+        """Whether an error was for want of states, and another automaton has taken the output in."""
+        if self._renew is None or not self.handle.is_error() or _FULL not in self.handle.get_error():
+            return False
+        handle = self._renew()
+        if handle.try_consume_tokens(self._taken) != len(self._taken):
+            return False
+        self.handle = handle
+        return True
 
     def accept_string(self, text: str | bytes) -> bool:
         """Advances by a text, as one step, if the grammar allows it and every byte of it is a token."""
         data = text.encode() if isinstance(text, str) else text
-        ids = [self._vocabulary.byte_ids[byte] for byte in data]
-        if self._ended or None in ids:
+        ids = [token_id for byte in data if (token_id := self._vocabulary.byte_ids[byte]) is not None]
+        if self._ended or len(ids) < len(data):
             return False
         taken = self.handle.try_consume_tokens(ids)
+        if taken != len(ids) and self.renewed():
+            taken = self.handle.try_consume_tokens(ids)
         if taken != len(ids):
             if taken:
                 self.handle.rollback(taken)
             return False
         self._steps.append(taken)
+        self._taken += ids
         return True
 
     def rollback(self, num_steps: int) -> None:
@@ -121,6 +145,8 @@ class LazyMatcher:
             return
         tokens = sum(self._steps[-num_steps:])
         del self._steps[-num_steps:]
+        if tokens:
+            del self._taken[-tokens:]
         self._ended = False
         if tokens and not self.handle.rollback(tokens):
             raise RuntimeError(f"llguidance cannot take back {tokens} tokens: {self.handle.get_error()}")
@@ -131,9 +157,16 @@ class LazyMatcher:
         row = bitmask[index].numpy() if not isinstance(bitmask, np.ndarray) else bitmask[index]
         if not self.handle.is_error():
             self.handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            self.narrow(row)
+        self.finish(row)
+
+    def finish(self, row: "np.ndarray[Any, Any]") -> None:
+        """Completes a mask int32[ceil(vocab / 32)] that llguidance has computed. None may follow after an error."""
+        if self.handle.is_error() and self.renewed():
+            self.handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self.handle.is_error():
             row[:] = 0
+        elif self.narrows:
+            self.narrow(row)
 
     def narrow(self, row: "np.ndarray[Any, Any]") -> None:
         """Leaves out tokens of the mask int32[ceil(vocab / 32)] for what the grammar does not say: none here."""
@@ -164,7 +197,9 @@ def accept_lazy(matchers: Sequence[LazyMatcher], token_ids: Sequence[int], threa
     allowed = dict(zip(plain, found, strict=True))
     for i, is_allowed in allowed.items():
         if is_allowed:
-            matchers[i].advanced()
+            matchers[i].advanced(token_ids[i])
+        elif matchers[i].renewed():
+            allowed[i] = matchers[i].accept_token(token_ids[i])
     return [
         allowed[i] if i in allowed else matcher.accept_token(token_id) for i, (matcher, token_id) in enumerate(both)
     ]
@@ -181,7 +216,4 @@ def fill_lazy(matchers: Sequence[LazyMatcher], bitmask: "torch.Tensor", rows: Se
             matcher.handle.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
     words = bitmask.numpy()
     for matcher, row in zip(matchers, rows, strict=True):
-        if matcher.handle.is_error():
-            words[row] = 0
-        elif matcher.narrows:
-            matcher.narrow(words[row])
+        matcher.finish(words[row])

@@ -10,7 +10,12 @@ from jsonschema import (
     Draft7Validator,
     Draft201909Validator,
     Draft202012Validator,
+    FormatChecker,
 )
+
+from worker.structured_output import regex
+from worker.structured_output.ecma import in_python
+from worker.structured_output.error import GrammarError
 
 _DRAFTS = {
     "draft-04": Draft4Validator,
@@ -35,20 +40,50 @@ _OF_2019 = ("$anchor", "$dynamicAnchor")  # keywords without a meaning before
 
 
 def modern(schema: Any) -> Any:
-    """The schema in the words of 2020-12. As it is if it declares that draft, none, or one that is not known.
+    """The schema in the words of 2020-12, and its patterns in those of Python. Otherwise as it is if it declares that
+    draft, none, or one that is not known.
 
     Keywords next to `$ref` stay: drafts up to draft-07 ignore them, so that the result may be narrower. Raises
     SchemaError (of jsonschema) if the schema is not valid by its own draft.
     """
+    schema = with_patterns_of_python(schema)
     declared = schema.get("$schema") if isinstance(schema, dict) else None
     match = re.search(r"json-schema\.org/(draft[-/][\d-]+)/schema", declared) if isinstance(declared, str) else None
     draft = _DRAFTS.get(match[1]) if match is not None else None
     if draft is None:
         return schema
-    draft.check_schema(schema)
+    draft.check_schema(schema, format_checker=FORMATS)
     if match is not None and match[1] in _BEFORE_2019:
         schema = _without_later(schema)
     return {**_modern(schema), "$schema": Draft202012Validator.META_SCHEMA["$id"]}
+
+
+def with_patterns_of_python(schema: Any) -> Any:
+    """The schema with its patterns in the words of Python's `re`, those that can be said in them."""
+    if not isinstance(schema, dict):
+        return schema
+    out = _with_parts(schema, with_patterns_of_python)
+    if isinstance(out.get("pattern"), str):
+        out["pattern"] = _of_python(out["pattern"])
+    if isinstance(out.get("patternProperties"), dict):
+        out["patternProperties"] = {_of_python(key): value for key, value in out["patternProperties"].items()}
+    return out
+
+
+def _of_python(pattern: str) -> str:
+    try:
+        return in_python(pattern)
+    except GrammarError:
+        return pattern  # its place is told where it is converted
+
+
+def _is_expression(value: object) -> bool:
+    return not isinstance(value, str) or regex.check(value)
+
+
+FORMATS = FormatChecker(())
+"""Formats that a schema itself must keep to."""
+FORMATS.checkers = {**Draft202012Validator.FORMAT_CHECKER.checkers, "regex": (_is_expression, (GrammarError,))}
 
 
 def _without_later(schema: Any) -> Any:

@@ -101,8 +101,8 @@ class CompilerProcess:
         CompilerUnavailable if the machine is, RuntimeError if the compiler is.
         """
         head, _, body = self._ask([kind, text, after, begin, strict], cpu_s).partition(b"\n")
-        engine, took_s, places, not_enforced = json.loads(head)
-        return CompiledText(engine, body.decode(), took_s, [Place(*each) for each in places], not_enforced)
+        engine, took_s, places, *lists = json.loads(head)
+        return CompiledText(engine, body.decode(), took_s, [Place(*each) for each in places], *lists)
 
     def check(self, answer: AnswerToCheck, cpu_s: float) -> AnswerVerdict:
         """Judges an answer. Raises what `compile` does."""

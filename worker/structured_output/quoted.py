@@ -10,7 +10,6 @@ from worker.structured_output.ebnf import EMPTY, NEVER, FreeText, Node, Ref, Reg
 from worker.structured_output.markers import Speller
 from worker.structured_output.schema import SchemaConverter
 from worker.structured_output.tokens import APART
-from worker.structured_output.unmarked import TEXT, without_bracket
 from worker.structured_output.values import COLON
 
 _BARE = re.compile(r"[^\s:,{}\[\]<\"](?:[^:,{}\[\]<\"]*[^\s:,{}\[\]<\"])?")
@@ -66,7 +65,7 @@ class QuotedConverter(SchemaConverter):
     def _string(self, schema: Schema, at: str) -> Node:
         if not verbatim.limits(schema):
             return Ref("string")
-        return self._between(verbatim.string(schema, at, without_bracket(TEXT), Ref("text")))
+        return self._between(verbatim.string(schema, at, Ref("text"), (self._quotes.mark,)))
 
     def _extra(self, schema: Schema, properties: dict[str, Any], more: Any, at: str) -> Node:
         """No member next to declared ones, and none by patterns: some of their names would be bare, and others not."""

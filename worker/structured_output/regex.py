@@ -1,9 +1,9 @@
 """Converts clients' regular expressions to the notation of xgrammar's automata, without anything that xgrammar
 misreads: it ignores look-around, anchors in the middle and flags, and its dot matches line ends.
 
-Python's own parser reads the patterns. The output matches a subset of what Python's `re.fullmatch` and ECMA 262 with
-the flag u match: classes such as \\d are ASCII where they admit characters, and Unicode where they exclude them. A
-match of the whole text is also a match for clients that search.
+Python's own parser reads the patterns, after `ecma.py`. The output matches a subset of what Python's `re` and ECMA 262
+with the flag u match: classes such as \\d are those characters that both dialects admit, and leave out those that
+either leaves out.
 """
 
 import re
@@ -11,13 +11,14 @@ import re._constants as op
 import re._parser as parser
 import warnings
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from worker.structured_output import charset
 from worker.structured_output.charset import Ranges
+from worker.structured_output.ecma import in_python
 from worker.structured_output.error import GrammarError
 
-_MOST_UNROLLED = 128  # beyond, xgrammar counts at run time, which is slow, and wrong with its cache
 _MOST_COPIES = 20_000
 _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _CATEGORIES = {
@@ -37,50 +38,99 @@ _UNSUPPORTED = {
     op.ATOMIC_GROUP: "atomic groups",
     op.POSSESSIVE_REPEAT: "possessive quantifiers",
 }
-_JSON_ESCAPES = {0x08: "\\b", 0x09: "\\t", 0x0A: "\\n", 0x0C: "\\f", 0x0D: "\\r", 0x22: '\\"', 0x5C: "\\\\"}
-
-
-class LengthError(GrammarError):
-    """A pattern and limits of length that cannot be one pattern."""
 
 
 Spell = Callable[[Ranges], str | None]
 Items = list[tuple[Any, Any]]
 
 
-def plain(pattern: str) -> str | None:
-    """The notation for texts that match `pattern` as a whole, or None if no text does. Raises GrammarError."""
-    return _RegexConverter(_spell_plain).whole(list(_parse(pattern)))
+def whole(pattern: str, spell: Spell) -> str | None:
+    """The notation for texts that match `pattern` as a whole, or None if no text does. `spell`: a pattern of one
+    character of a set, None if it has none that can be written. Raises GrammarError."""
+    return _RegexConverter(spell, searches=False).convert(list(_parse(pattern)))
 
 
-def in_json(pattern: str, least: int = 0, most: int | None = None, plain: Ranges = charset.JSON_PLAIN) -> str | None:
-    """The notation for the inside of JSON strings whose value matches `pattern` as a whole and has `least` to `most`
-    characters, or None if no string does. `plain`: characters that need no escape. Raises GrammarError;
-    LengthError if lengths and pattern cannot be combined."""
-    return _of_length(pattern, least, most, lambda ranges: _spell_json(ranges, plain))
+def found(pattern: str, spell: Spell) -> str | None:
+    """The notation for texts in which `pattern` is found, or None if there are none. Raises GrammarError."""
+    return _RegexConverter(spell, searches=True).convert(list(_parse(pattern)))
 
 
-def of_characters(pattern: str, least: int, most: int | None, characters: Ranges) -> str | None:
-    """The notation for texts of these characters that match `pattern` as a whole and have `least` to `most` of them, or
-    None if no text does. Raises GrammarError, also if lengths and pattern cannot be combined."""
-    return _of_length(pattern, least, most, lambda ranges: _spell_plain(charset.intersection(ranges, characters)))
-
-
-def _of_length(pattern: str, least: int, most: int | None, spell: Spell) -> str | None:
+def keeps(pattern: str, least: int, most: int | None) -> bool:
+    """Whether every text in which the pattern is found certainly has `least` to `most` characters."""
     parsed = _parse(pattern)
     shortest, longest = parsed.getwidth()
-    items = list(parsed)
-    if shortest < least or (most is not None and longest > most):
-        items = _bound(items, least, most)
-    return _RegexConverter(spell).whole(items)
+    return shortest >= least and (most is None or (_is_anchored(list(parsed)) and longest <= most))
+
+
+def repeated(pattern: str, spell: Spell) -> tuple[str, int, int | None] | None:
+    """Of a pattern of texts of one character, such as ^[a-z]*$: the notation for it, and how often it comes. None for
+    other patterns, and for a character that cannot be written."""
+    items = list(_parse(pattern))
+    if not (_is_anchored(items) and len(items) == 3 and items[1][0] in (op.MAX_REPEAT, op.MIN_REPEAT)):
+        return None
+    least, most, body = items[1][1]
+    if len(body) != 1 or body[0][0] not in (op.IN, op.LITERAL, op.NOT_LITERAL, op.ANY):
+        return None
+    one = spell(_set(body[0]))
+    return None if one is None else (one, int(least), None if most is op.MAXREPEAT else int(most))
+
+
+def of_characters(pattern: str, characters: Ranges) -> str | None:
+    """The notation for texts of these characters that match `pattern` as a whole, or None if no text does. Raises
+    GrammarError."""
+    return whole(pattern, spell_plain(characters))
+
+
+def spell_plain(characters: Ranges = charset.SCALARS) -> Spell:
+    """Characters that stand for themselves."""
+
+    def spell(ranges: Ranges) -> str | None:
+        possible = charset.intersection(charset.intersection(ranges, characters), charset.SCALARS)
+        return charset.pattern(possible) if possible else None
+
+    return spell
+
+
+def check(pattern: str) -> bool:
+    """True. Raises GrammarError for what is no regular expression, not for what is not supported."""
+    try:
+        pattern = in_python(pattern)
+    except GrammarError:
+        return True
+    _parse(pattern)
+    return True
+
+
+def counted(pattern: str) -> tuple[int, int]:
+    """Of a pattern of the notation: the number of characters, and of sets of them, each as often as it is counted; and
+    the largest count."""
+    return _counted(list(parser.parse(pattern)))
+
+
+def _counted(items: Items) -> tuple[int, int]:
+    characters = most = 0
+    for kind, value in items:
+        if kind is op.BRANCH:
+            parts = [(1, list(each)) for each in value[1]]
+        elif kind is op.SUBPATTERN:
+            parts = [(1, list(value[3]))]
+        elif kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+            times = max(1, int(value[0] if value[1] is op.MAXREPEAT else value[1]))
+            parts, most = [(times, list(value[2]))], max(most, times)
+        else:
+            parts, characters = [], characters + 1
+        for times, part in parts:
+            found, inner = _counted(part)
+            characters, most = characters + times * found, max(most, inner)
+    return characters, most
 
 
 def _parse(pattern: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            parsed = parser.parse(pattern)
-    except (re.error, OverflowError) as error:
+            parsed = parser.parse(in_python(pattern))
+    except (re.error, OverflowError, RecursionError) as error:
         raise GrammarError(f"the regular expression {_short(pattern)} is not valid: {error}") from None
     if parsed.state.flags & ~re.UNICODE:
         raise GrammarError(f"the regular expression {_short(pattern)} sets flags, which is not supported")
@@ -91,75 +141,94 @@ def _short(pattern: str) -> str:
     return repr(pattern if len(pattern) <= 80 else pattern[:77] + "...")
 
 
-def _bound(items: Items, least: int, most: int | None) -> Items:
-    """Narrows a pattern of one repeated character, such as ^[a-z]*$, to these lengths."""
-    bare = [item for item in items if item[0] is not op.AT]
-    if len(bare) == 1 and bare[0][0] in (op.MAX_REPEAT, op.MIN_REPEAT):
-        low, high, body = bare[0][1]
-        if len(body) == 1 and body[0][0] in (op.IN, op.LITERAL, op.NOT_LITERAL, op.ANY):
-            high = high if most is None else min(int(high), most)
-            narrowed = [(op.MAX_REPEAT, (max(int(low), least), high, body))]
-            return [item for item in items if item[0] is op.AT and _is_start(item)] + narrowed
-    raise LengthError("a pattern cannot be combined with limits of length that it does not keep by itself")
+def _is_anchored(items: Items) -> bool:
+    """Whether a text in which these are found is one that they match as a whole."""
+    return len(items) > 1 and _is_anchor(items[0], start=True) and _is_anchor(items[-1], start=False)
 
 
-def _is_start(item: tuple[Any, Any]) -> bool:
-    return item[1] in (op.AT_BEGINNING, op.AT_BEGINNING_STRING)
+def _is_anchor(item: tuple[Any, Any], *, start: bool) -> bool:
+    places = (op.AT_BEGINNING, op.AT_BEGINNING_STRING) if start else (op.AT_END, op.AT_END_STRING)
+    return item[0] is op.AT and item[1] in places
 
 
-def _spell_plain(ranges: Ranges) -> str | None:
-    possible = charset.intersection(ranges, charset.SCALARS)
-    return charset.pattern(possible) if possible else None
+def _has_anchor(items: Items, *, start: bool) -> bool:
+    """Whether the first items (the last ones without `start`) may be an anchor, in any branch."""
+    for kind, value in items if start else reversed(items):
+        if _is_anchor((kind, value), start=start):
+            return True
+        if kind is op.BRANCH:
+            return any(_has_anchor(list(branch), start=start) for branch in value[1])
+        if kind is op.SUBPATTERN:
+            return _has_anchor(list(value[3]), start=start)
+        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+            return _has_anchor(list(value[2]), start=start)
+        if kind is not op.AT:
+            return False
+    return False
 
 
-def _spell_json(ranges: Ranges, plain: Ranges) -> str | None:
-    """Leaves out characters that need an escape, if there are others."""
-    possible = charset.intersection(ranges, plain)
-    if possible:
-        return charset.pattern(possible)
-    escaped = [c for first, last in charset.intersection(ranges, ((0, 0x7F),)) for c in range(first, last + 1)]
-    spelled = [charset.literal(_JSON_ESCAPES.get(c, f"\\u{c:04x}")) for c in escaped]
-    return f"(?:{'|'.join(spelled)})" if spelled else None
+class _Edge(Enum):
+    """What comes before, or after, a part of a pattern."""
+
+    TEXT = "other parts"
+    NOTHING = "nothing: an anchor stands there, or may"
+    ANYTHING = "any text, unless the part itself has an anchor there"
 
 
 class _RegexConverter:
     """Converts a pattern that Python's parser has read. In all methods None means "matches nothing"."""
 
-    def __init__(self, spell: Spell) -> None:
+    def __init__(self, spell: Spell, *, searches: bool) -> None:
         self._spell = spell
+        self._around = _Edge.ANYTHING if searches else _Edge.NOTHING
+        self._any = f"{spell(charset.SCALARS)}*" if searches else ""
         self._copies = 0
 
-    def whole(self, items: Items) -> str | None:
-        return self._items(items, at_start=True, at_end=True, copies=1)
+    def convert(self, items: Items) -> str | None:
+        return self._items(items, self._around, self._around, 1)
 
-    def _items(self, items: Items, *, at_start: bool, at_end: bool, copies: int) -> str | None:
+    def _items(self, items: Items, before: _Edge, after: _Edge, copies: int) -> str | None:
+        at_start, before = self._edge(items, before, start=True)
+        at_end, after = self._edge(items, after, start=False)
+        if not items:
+            return at_start or at_end
         out = ""
         width = [i for i, item in enumerate(items) if item[0] is not op.AT]
         for i, item in enumerate(items):
-            first = at_start and all(i <= j for j in width)
-            last = at_end and all(i >= j for j in width)
-            part = self._item(item, at_start=first, at_end=last, copies=copies)
+            first = before if all(i <= j for j in width) else _Edge.TEXT
+            last = after if all(i >= j for j in width) else _Edge.TEXT
+            part = self._item(item, first, last, copies)
             if part is None:
                 return None
             out += part
-        return out
+        return at_start + out + at_end
 
-    def _item(self, item: tuple[Any, Any], *, at_start: bool, at_end: bool, copies: int) -> str | None:
+    def _edge(self, items: Items, edge: _Edge, *, start: bool) -> tuple[str, _Edge]:
+        """What is written at an edge of the items, and what they have there then."""
+        if edge is not _Edge.ANYTHING:
+            return "", edge
+        if items and _is_anchor(items[0 if start else -1], start=start):
+            return "", _Edge.NOTHING
+        return ("", edge) if _has_anchor(items, start=start) else (self._any, _Edge.TEXT)
+
+    def _item(self, item: tuple[Any, Any], before: _Edge, after: _Edge, copies: int) -> str | None:
         kind, value = item
         if kind is op.AT:
-            return self._anchor(item, at_start, at_end)
+            return self._anchor(item, before, after)
         if kind is op.BRANCH:
-            parts = [self._items(list(p), at_start=at_start, at_end=at_end, copies=copies) for p in value[1]]
-            choices = [part for part in parts if part is not None]
-            return f"(?:{'|'.join(choices)})" if choices else None
+            return _either([self._items(list(each), before, after, copies) for each in value[1]])
         if kind is op.SUBPATTERN:
             _, added, removed, body = value
             if added or removed:
                 raise GrammarError("flags inside a regular expression are not supported")
-            inner = self._items(list(body), at_start=at_start, at_end=at_end, copies=copies)
+            inner = self._items(list(body), before, after, copies)
             return None if inner is None else f"(?:{inner})"
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-            return self._repeat(int(value[0]), None if value[1] is op.MAXREPEAT else int(value[1]), value[2], copies)
+            least, most = int(value[0]), None if value[1] is op.MAXREPEAT else int(value[1])
+            if most == 1 and (before, after) != (_Edge.TEXT, _Edge.TEXT):
+                bodies = [list(value[2]), *([[]] if least == 0 else [])]
+                return _either([self._items(each, before, after, copies) for each in bodies])
+            return self._repeat(least, most, value[2], copies)
         if kind in _UNSUPPORTED:
             raise GrammarError(f"a regular expression uses {_UNSUPPORTED[kind]}, which a grammar cannot follow")
         self._copies += copies
@@ -168,29 +237,27 @@ class _RegexConverter:
         return self._spell(_set(item))
 
     @staticmethod
-    def _anchor(item: tuple[Any, Any], at_start: bool, at_end: bool) -> str:
-        if _is_start(item) and at_start:
-            return ""
-        if item[1] in (op.AT_END, op.AT_END_STRING) and at_end:
-            return ""
+    def _anchor(item: tuple[Any, Any], before: _Edge, after: _Edge) -> str:
+        for edge, start in ((before, True), (after, False)):
+            if _is_anchor(item, start=start) and edge is not _Edge.TEXT:
+                return ""
         raise GrammarError("a regular expression has an anchor (^, $ or \\b) other than at its start and its end")
 
     def _repeat(self, least: int, most: int | None, body: Any, copies: int) -> str | None:
-        once = (least, most) == (1, 1)
         times = max(1, least if most is None else most)
-        inner = self._items(list(body), at_start=once, at_end=once, copies=copies * times)
+        inner = self._items(list(body), _Edge.TEXT, _Edge.TEXT, copies * times)
         if inner is None or inner == "" or most == 0:
             return "" if least == 0 or inner == "" else None
         atom = f"(?:{inner})"
-        out = _counted(atom, least, least)
-        return out + (f"{atom}*" if most is None else _counted(atom, 0, most - least))
+        return f"{atom}*" if (least, most) == (0, None) else f"{atom}{{{least},{'' if most is None else most}}}"
 
 
-def _counted(atom: str, least: int, most: int) -> str:
-    """`atom` from `least` to `most` times, in pieces that are small enough to unroll. `least` must be 0 or `most`."""
-    whole, rest = divmod(most, _MOST_UNROLLED)
-    pieces = [_MOST_UNROLLED] * whole + [rest] * (rest > 0)
-    return "".join(f"{atom}{{{n if least else 0},{n}}}" for n in pieces)
+def _either(parts: list[str | None]) -> str | None:
+    """A choice of those parts that match anything."""
+    choices = [part for part in parts if part is not None]
+    if choices[1:] == [""]:
+        return f"(?:{choices[0]}){{0,1}}" if choices[0] else ""
+    return f"(?:{'|'.join(choices)})" if choices else None
 
 
 def _set(item: tuple[Any, Any]) -> Ranges:
@@ -205,13 +272,17 @@ def _set(item: tuple[Any, Any]) -> Ranges:
     if kind is not op.IN:
         raise GrammarError(f"a regular expression uses {str(kind).lower()}, which is not supported")
     negated = value[0][0] is op.NEGATE
-    members: list[tuple[int, int]] = []
+    admitted: list[tuple[int, int]] = []
+    classes = {_CATEGORIES[detail] for member, detail in value if member is op.CATEGORY}
+    if any((escape, not excluded) in classes for escape, excluded in classes):  # such as [\\s\\S]
+        return () if negated else charset.SCALARS
     for member, detail in value[negated:]:
         if member is op.CATEGORY:
             escape, excluded = _CATEGORIES[detail]
             narrow, wide = charset.category(escape)
-            # Holds in every dialect: a negated class leaves out the characters that any dialect counts.
-            members += charset.complement(narrow if negated else wide) if excluded else (wide if negated else narrow)
+            # Holds in every dialect, whether the class is negated or not.
+            counted = wide if excluded != negated else narrow
+            admitted += charset.complement(counted) if excluded else counted
         else:
-            members.append((detail, detail) if member is op.LITERAL else detail)
-    return charset.complement(charset.union(members)) if negated else charset.union(members)
+            admitted.append((detail, detail) if member is op.LITERAL else detail)
+    return charset.complement(charset.union(admitted)) if negated else charset.union(admitted)

@@ -37,6 +37,7 @@ class Relaxed:
     | `schema` | in the words of 2020-12 |
     | `rules` | of its grammar, from `START` on |
     | `not_enforced` | what was taken out: keywords with their places, as `contains at #/properties/tags` |
+    | `narrowed` | as `SchemaConverter` has it |
     """
 
     def __init__(self, text: str) -> None:
@@ -45,6 +46,7 @@ class Relaxed:
         with refusals():
             self.schema: Any = copy.deepcopy(modern(schema))
         self.not_enforced: list[str] = []
+        self.narrowed: list[str] = []
         whole = copy.deepcopy(self.schema)
         self.rules = self._rules()
         if self.not_enforced:
@@ -55,7 +57,9 @@ class Relaxed:
             try:
                 with refusals():
                     converter = SchemaConverter(self.schema)
-                    return converter.rules(converter.whole)
+                    rules = converter.rules(converter.whole)
+                    self.narrowed = converter.narrowed
+                    return rules
             except KeywordError as error:
                 if error.keyword in _NEEDED:
                     raise

@@ -4,7 +4,11 @@ A grammar may be narrower than its schema:
 
 - Objects have their properties in the schema's order, and no others unless `additionalProperties` says so.
 - Whitespace is at most one space after a comma or a colon.
-- Numbers have at most 15 digits.
+- Integers have no point and no exponent. A number with a limit has one digit before the point if it has an exponent. It
+  differs within 15 digits from a limit that is exclusive.
+- Characters that need no escape are not escaped, but for `/`, `<`, `>`, `&`, `'` and those beyond ASCII, where a string
+  has limits, and in names of members beside declared ones.
+- Formats have the forms that every reader accepts (`formats.py`).
 - Where `not`, or the other branches of `oneOf`, leave out more than keywords can say, the rest is left out.
 - Within items that must differ (`uniqueItems`), each value has one spelling, and objects have named properties only, or
   one member of any name.
@@ -18,11 +22,12 @@ published schemas its grammars accepted 20 of 778 instances that do not fit, and
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
@@ -35,21 +40,23 @@ from worker.structured_output.ebnf import (
     NEVER,
     START,
     Alt,
-    Intersection,
+    Complement,
     Node,
     Ref,
     Repeat,
     Terminal,
     UniqueItems,
     alt,
+    dead_end,
     optional,
     prune,
     seq,
     to_text,
 )
 from worker.structured_output.error import ANY, GrammarError, KeywordError
+from worker.structured_output.intersections import intersection
 from worker.structured_output.keywords import ASSERTIONS, KEYWORDS_OF, generated_types
-from worker.structured_output.modern import modern
+from worker.structured_output.modern import FORMATS, modern
 from worker.structured_output.references import SchemaReferences
 from worker.structured_output.spelling import JSON, Spelling
 from worker.structured_output.unique_places import Place, unique_places
@@ -58,6 +65,7 @@ from worker.structured_output.values import COLON, COMMA
 
 _MOST_RULES = 5_000
 _MOST_MEMBERS_COUNTED = 8
+_MOST_PATTERNS_TOLD_APART = 4  # of `patternProperties`: names are told apart by all sets of them
 _MOST_SHUFFLED = 6  # values of which all orders have a rule: one for each set of them
 
 
@@ -66,13 +74,25 @@ def schema_to_ebnf(text: str) -> str:
     return to_text(schema_rules(text), START)
 
 
+class SchemaGrammar(NamedTuple):
+    """The rules of a JSON schema, from `START` on, and where its grammar is narrower: keywords with their places."""
+
+    rules: dict[str, Node]
+    narrowed: list[str]
+
+
 def schema_rules(text: str) -> dict[str, Node]:
     """The rules of the JSON schema `text`, from `START` on. Raises GrammarError."""
+    return schema_grammar(text).rules
+
+
+def schema_grammar(text: str) -> SchemaGrammar:
+    """The grammar of the JSON schema `text`. Raises GrammarError."""
     schema = parsed(text)
     try:
         with refusals():
             converter = SchemaConverter(schema)
-            return converter.rules(converter.whole)
+            return SchemaGrammar(converter.rules(converter.whole), converter.narrowed)
     except GrammarError as error:
         raise GrammarError(drafts.remark(schema, str(error))) from None
 
@@ -85,7 +105,7 @@ def schema_places(text: str) -> list[Place]:
 def parsed(text: str) -> Any:
     """The JSON schema `text`, which need not be valid. Raises GrammarError if it is not JSON."""
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
 
@@ -107,14 +127,23 @@ def refusals() -> Iterator[None]:
         yield
     except SchemaError as error:
         where = "/".join(["#", *map(str, error.absolute_path)])
-        why = drafts.former(error) or error.message[:300]
+        why = drafts.former(error) or str(error.cause or error.message)[:300]
         raise GrammarError(f"the JSON schema is not valid at {where}: {why}") from None
+    except re.error as error:
+        raise GrammarError(f"a regular expression of the JSON schema is not supported: {error}") from None
     except RecursionError:
         raise GrammarError("the JSON schema is nested too deeply") from None
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
 
 
 class SchemaConverter:
@@ -126,7 +155,7 @@ class SchemaConverter:
         """`rules`: those of a larger grammar, which get the new ones too. The names of these begin with `prefix`.
         Raises SchemaError (of jsonschema) if `root` is not a schema."""
         root = modern(root)
-        Draft202012Validator.check_schema(root)
+        Draft202012Validator.check_schema(root, format_checker=FORMATS)
         self._root = root
         self._references = SchemaReferences(root)
         self._validator = Draft202012Validator(root)
@@ -137,12 +166,20 @@ class SchemaConverter:
         self._spelling = spelling
         self._prefix = prefix
         self._names: dict[str, str] = {}
+        self._places: dict[str, str] = {}
+        self._narrowed: dict[str, None] = {}
         self._rules = values.common_rules(spelling) if rules is None else rules
 
     @property
     def root(self) -> Any:
         """The whole schema, in the words of 2020-12."""
         return self._root
+
+    @property
+    def narrowed(self) -> list[str]:
+        """Keywords, with their places, of which the grammar does not have all values. `other members`: those that an
+        object's schema does not name and does not speak of."""
+        return [*self._narrowed, *self.combinations.narrowed_at]
 
     @property
     def whole(self) -> Node:
@@ -153,8 +190,16 @@ class SchemaConverter:
         """All rules, from `START` on, which matches what `root` does. Raises GrammarError if nothing does."""
         rules = prune({**self._rules, START: root}, START)
         if rules is None:
-            raise GrammarError("no value satisfies the JSON schema")
+            raise self.nothing(root)
         return rules
+
+    def nothing(self, root: Node) -> GrammarError:
+        """What to say of `root`, which matches nothing."""
+        way = dead_end({**self._rules, START: root}, START)
+        at = next((self._places[name] for name in reversed(way) if name in self._places), "#")
+        return GrammarError(
+            "no value satisfies the JSON schema" + (f": none satisfies its part at {at}" if at != "#" else "")
+        )
 
     def value(self, schema: Any, at: str) -> Node:
         """The node for a schema. Schemas with the same text share a rule, so a schema may contain itself."""
@@ -167,6 +212,7 @@ class SchemaConverter:
             if len(self._names) >= _MOST_RULES:
                 raise KeywordError(f"the JSON schema has more than {_MOST_RULES} parts", ANY, at)
             self._names[key] = name = f"{self._prefix}v{len(self._names)}"
+            self._places[name] = at
             self._rules[name] = self._build(schema, at)
         return Ref(self._names[key])
 
@@ -223,12 +269,16 @@ class SchemaConverter:
                 return Alt(tuple(map(Terminal, self._spelling.words[:2])))
             case "null":
                 return Terminal(self._spelling.words[2])
-        number = values.number(
-            {"minimum": -(10**15), **schema} if self._distinct else schema, at, whole=type_ == "integer"
-        )
+        if type_ == "number":
+            self._narrow([key for key in ("exclusiveMinimum", "exclusiveMaximum") if key in schema], at)
+        number = values.number(schema, at, whole=type_ == "integer")
         return values.distinct_number(number) if self._distinct else number
 
+    def _narrow(self, keywords: Iterable[str], at: str) -> None:
+        self._narrowed |= {f"{keyword} at {at}": None for keyword in keywords}
+
     def _string(self, schema: Schema, at: str) -> Node:
+        self._narrow(values.narrowed_of_string(schema), at)
         return self._one_way(values.string(schema, at, self._spelling))
 
     def _name(self, name: str) -> Node:
@@ -264,6 +314,7 @@ class SchemaConverter:
                 raise KeywordError(
                     f"uniqueItems at {at} is not supported: there may be too few different items", "uniqueItems", at
                 )
+        self._narrow(["uniqueItems"], at)
         self._rules |= values.distinct_rules()
         before, self._distinct = self._distinct, True
         array = self._any_items(prefix, items, least, most, at)
@@ -365,10 +416,6 @@ class SchemaConverter:
                 if _is_found(expression, name, at):
                     properties[name] = both(properties[name], value)
         if "propertyNames" in schema:
-            if patterns or schema.get("additionalProperties", False) is not False:
-                raise KeywordError(
-                    f"propertyNames at {at} is not supported together with properties and others", "propertyNames", at
-                )
             validator = self._validator.evolve(schema=schema["propertyNames"])
             for name in properties:
                 if not validator.is_valid(name):
@@ -377,28 +424,38 @@ class SchemaConverter:
     def _extra(self, schema: Schema, properties: dict[str, Any], more: Any, at: str) -> Node:
         """A member with a name that is not declared. NEVER if there is none."""
         patterns: dict[str, Any] = schema.get("patternProperties", {})
-        others = values.other_name(properties, self._spelling)
         allowed = self._allowed_names(schema, at)
+        limits = [] if allowed is None else [allowed]
+        if properties:
+            limits.append(values.other_name(properties, self._spelling))
+        what = f"{'propertyNames' if allowed is not None else 'patternProperties'} at {at}"
         found: list[Node] = []
-        for expression, value in patterns.items():
-            name = values.found_name(expression, at, self._spelling)
-            if name == NEVER or not _has_other(expression, properties, at):
-                continue
-            for another, its in patterns.items():
-                value = value if another == expression or _are_apart(expression, another) else both(value, its)
-            name = Intersection((name, others), f"patternProperties at {at}") if properties else name
-            if allowed is not None:
-                name = Intersection((name, allowed), f"propertyNames at {at}")
-            found.append(seq(self._one_way(name), COLON, self.value(value, f"{at}/patternProperties/{expression}")))
-        first = [_first_letter(each) for each in patterns]
-        if more not in (None, False) and None not in first:
-            if patterns:
-                without = values.name_without("".join(filter(None, first)), self._spelling)
-                others = Intersection((others, without), f"patternProperties at {at}")
-            if allowed is not None:
-                others = Intersection((others, allowed), f"propertyNames at {at}")
-            found.append(seq(self._one_way(others), COLON, self.value(more, f"{at}/additionalProperties")))
+        for names, value, place in self._named_by(patterns, more, at):
+            name = self._one_way(intersection([*names, *limits] or [self._any_name()], what))
+            if name != NEVER:
+                found.append(seq(name, COLON, self.value(value, f"{at}/{place}")))
         return alt(found)
+
+    def _named_by(self, patterns: dict[str, Any], more: Any, at: str) -> Iterator[tuple[list[Node], Any, str]]:
+        """The kinds of members by the patterns that are found in their names: what the names match, all of it, and the
+        schema of the values with its place."""
+        names = {each: values.found_name(each, at, self._spelling) for each in patterns}
+        many = len(patterns) > _MOST_PATTERNS_TOLD_APART
+        self._narrow(["patternProperties"] * many + ["other members"] * (more is None), at)
+        for kind in [
+            kind for size in range(1, 2 if many else len(patterns) + 1) for kind in combinations(patterns, size)
+        ]:
+            if any(_are_apart(*pair) for pair in combinations(kind, 2)):
+                continue
+            others = [each for each in patterns if each not in kind and not any(_are_apart(each, k) for k in kind)]
+            value = patterns[kind[0]]
+            for each in (*kind[1:], *(others if many else ())):
+                value = both(value, patterns[each])
+            without = [] if many else [Complement(names[each]) for each in others if names[each] != NEVER]
+            yield [*(names[each] for each in kind), *without], value, f"patternProperties/{kind[0]}"
+        if more not in (None, False):
+            without = [Complement(each) for each in names.values() if each != NEVER]
+            yield [values.any_name(self._spelling), *without] if without else [], more, "additionalProperties"
 
     def _allowed_names(self, schema: Schema, at: str) -> Node | None:
         """The names that `propertyNames` allows, without references to rules. None if it allows all."""
@@ -473,11 +530,6 @@ def _is_found(expression: str, name: str, at: str) -> bool:
         raise KeywordError(
             f"patternProperties at {at}: {expression!r} is not valid: {error}", "patternProperties", at
         ) from None
-
-
-def _has_other(expression: str, names: Iterable[str], at: str) -> bool:
-    """Whether certainly another text than `names` matches."""
-    return not expression.endswith("$") or not any(_is_found(expression, name, at) for name in names)
 
 
 def _first_letter(expression: str) -> str | None:

@@ -29,13 +29,15 @@ class CompiledGrammar:
         engine: str = XGRAMMAR,
         cpu_s: float = 0.0,
         not_enforced: Sequence[str] = (),
+        narrowed: Sequence[str] = (),
     ) -> None:
         """`size_bytes`: approximate memory of the grammar. `cpu_s`: CPU time that its compilation took. `not_enforced`:
-        keywords of its schema, with their places, that it leaves out."""
+        keywords of its schema, with their places, that it leaves out. `narrowed`: those of which it does not have all
+        values."""
         self.handle = handle
         self.engine, self.cpu_s = engine, cpu_s
         self.size_bytes = size_bytes
-        self.not_enforced = not_enforced
+        self.not_enforced, self.narrowed = not_enforced, narrowed
         self.param = param_of(kind)
         """The request's parameter that the grammar came in."""
 

@@ -19,7 +19,6 @@ from worker.structured_output.ebnf import (
     prefixed,
     prune,
     seq,
-    to_text,
 )
 from worker.structured_output.error import GrammarError
 from worker.structured_output.markers import Speller, key
@@ -30,9 +29,9 @@ _MOST_DEEP = 32
 _ANSWER = "answer"
 
 
-def structural_tag_to_ebnf(text: str, vocabulary: GrammarVocabulary) -> str:
-    """The grammar of a structural tag, given as JSON: an object with `format`, or with `structures` and `triggers`.
-    Special tokens in marks are written as these tokens. Raises GrammarError."""
+def structural_tag_rules(text: str, vocabulary: GrammarVocabulary) -> tuple[dict[str, Node], str]:
+    """The rules of a structural tag, given as JSON: an object with `format`, or with `structures` and `triggers`; and
+    the rule to begin with. Special tokens in marks are written as these tokens. Raises GrammarError."""
     try:
         wanted = json.loads(text)
     except ValueError as error:
@@ -42,7 +41,7 @@ def structural_tag_to_ebnf(text: str, vocabulary: GrammarVocabulary) -> str:
     kept = prune(rules | writer.rules, _ANSWER)
     if kept is None:
         raise GrammarError("no text satisfies the structural tag")
-    return to_text(kept, _ANSWER)
+    return kept, _ANSWER
 
 
 def _modern(wanted: Any) -> Any:

@@ -18,7 +18,7 @@ from worker.structured_output.error import GrammarError
 from worker.structured_output.keywords import generated_types
 from worker.structured_output.markers import Speller
 from worker.structured_output.schema import SchemaConverter
-from worker.structured_output.unmarked import TEXT, may_break, without_bracket
+from worker.structured_output.unmarked import TEXT, may_break
 
 _NAME = re.compile(r"[^\s<>\"'=](?:[^<>\"'=\n]*[^\s<>\"'=])?")
 _ANY_NAME = Regex("[a-zA-Z_][a-zA-Z0-9_]*")
@@ -62,8 +62,9 @@ class TaggedArguments:
     def _argument(self, name: Node, values: list[tuple[str, Node]]) -> Node:
         tags, spell = self._tags, self._speller.node
         starts = {"string": tags.string, "other": tags.other}
-        value = alt(seq(spell(*starts[kind]), node) for kind, node in values)
-        return seq(spell(tags.before), name, spell(*tags.between), value, spell(*tags.after))
+        # Text is one regular part with what ends it.
+        value = alt(seq(spell(*starts[kind]), seq(node, spell(*tags.after))) for kind, node in values)
+        return seq(spell(tags.before), name, spell(*tags.between), value)
 
     def _values(self, schema: Any, at: str) -> list[tuple[str, Node]]:
         """All forms of a value: whether it is a string as it is, or another, and its node."""
@@ -103,17 +104,11 @@ class TaggedArguments:
         return not may_break(value, self._tags.ends) and "\0" not in value and not is_trimmed
 
     def _string(self, schema: Schema, types: set[str], at: str) -> Node:
-        limits = verbatim.limits(schema)
-        if not self._is_told(types) and not types <= {"string", "null"}:
-            if limits:
-                raise GrammarError(
-                    f"{limits[0]} at {at}: a string between tags may have limits only where no other type is allowed"
-                )
+        is_apart = self._is_told(types) or types <= {"string", "null"}
+        if not is_apart and not verbatim.limits(schema):
             return seq(Regex(_safe_start()), self._text)
-        characters = without_bracket(TEXT)
-        if self._tags.trims:
-            characters = intersection(characters, complement(((0x0A, 0x0A),)))
-        return verbatim.string(schema, at, characters, self._text)
+        begin = None if is_apart else f"{_safe_start()}{pattern(TEXT)}*"
+        return verbatim.string(schema, at, self._text, self._tags.ends, trims=self._tags.trims, begin=begin)
 
 
 def _types(schema: Schema) -> list[str]:

@@ -21,7 +21,7 @@ def text_rules(kind: str, text: str) -> dict[str, Node]:
         case "json_object":
             return any_object_rules()
         case "regex":
-            pattern = regex.of_characters(text, 0, None, _WITHOUT_APART)
+            pattern = regex.of_characters(text, _WITHOUT_APART)
             if pattern is None:
                 raise GrammarError("no text matches the regular expression")
             return {START: Regex(pattern) if pattern else EMPTY}

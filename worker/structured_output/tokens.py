@@ -49,9 +49,20 @@ class GrammarVocabulary:
         added tokens in it begin with `APART`. Empty for ids that the tokenizer does not have."""
         texts = list(self._texts)
         if apart:
-            for token_id in {*self.special.values(), *(self.added[text] for text in apart if text in self.added)}:
+            for token_id in self.ids_apart(apart):
                 texts[token_id] = APART.encode() + texts[token_id].removeprefix(BY_ID)
         return texts
+
+    def lazy_bytes(self, apart: Collection[str] = ()) -> list[bytes]:
+        """As `token_bytes`, for llguidance: of tokens that stand for no text, it needs no character to tell them by."""
+        texts = list(self._texts)
+        for token_id in self.ids_apart(apart) - {*self.special.values()}:
+            texts[token_id] = BY_ID + texts[token_id]
+        return texts
+
+    def ids_apart(self, texts: Collection[str]) -> set[int]:
+        """The tokens that stand for no text where these texts do not either."""
+        return {*self.special.values(), *(self.added[text] for text in texts if text in self.added)}
 
 
 def _speller(tokenizer: dict[str, Any]) -> Any:

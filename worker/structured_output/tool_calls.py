@@ -8,7 +8,7 @@ or calls.
 import keyword
 import re
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -30,7 +30,6 @@ from worker.structured_output.ebnf import (
     prefixed,
     prune,
     seq,
-    to_text,
 )
 from worker.structured_output.error import GrammarError
 from worker.structured_output.markers import Speller, key
@@ -87,8 +86,22 @@ class ToolCalls(msgspec.Struct, forbid_unknown_fields=True):
     form: TextForm | None = None
 
 
-def tool_calls_to_ebnf(text: str, vocabulary: GrammarVocabulary) -> str:
-    """The grammar of an answer by `ToolCalls`, in xgrammar's EBNF. Raises GrammarError."""
+class CallRules(NamedTuple):
+    """The rules of an answer by `ToolCalls`.
+
+    | field | meaning |
+    | --- | --- |
+    | `rules`, `start` | the rules, and the name of the first |
+    | `lexes` | whether a text and a call never begin with the same characters, so that lexemes tell them apart |
+    """
+
+    rules: dict[str, Node]
+    start: str
+    lexes: bool
+
+
+def tool_call_rules(text: str, vocabulary: GrammarVocabulary) -> CallRules:
+    """The rules of an answer by `ToolCalls`. Raises GrammarError."""
     try:
         wanted = msgspec.json.decode(text, type=ToolCalls)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -107,7 +120,7 @@ def tool_calls_to_ebnf(text: str, vocabulary: GrammarVocabulary) -> str:
         answer = _Answer(wanted, speller, FORMATS[name])
     else:
         raise GrammarError(f"calls in the format {wanted.format!r} cannot be constrained")
-    return answer.text()
+    return CallRules(answer.pruned(), "answer", not (answer.format.bare and wanted.form is not None))
 
 
 class _Answer:
@@ -128,12 +141,12 @@ class _Answer:
             self.rules["text"] = FreeText(excludes=(*format.arguments.ends, APART))
         self.arguments = [self._arguments(i, tool) for i, tool in enumerate(wanted.tools)]
 
-    def text(self) -> str:
+    def pruned(self) -> dict[str, Node]:
         self.rules["answer"] = self.answer()
         rules = prune(self.rules, "answer")
         if rules is None:
             raise GrammarError("no call of a tool is possible")
-        return to_text(rules, "answer")
+        return rules
 
     def answer(self) -> Node:
         if self.format.around is not None:
@@ -141,10 +154,10 @@ class _Answer:
         if self.wanted.mode == "required":
             return seq(self._thinking(), _LINE_ENDS, self._calls())
         if self.wanted.form is not None:
-            calls = [seq(_LINE_ENDS, self._tag(), self._calls())] if self.wanted.tools else []
+            calls = [seq(_LINE_ENDS, optional(self._tag()), self._calls())] if self.wanted.tools else []
             return seq(self._thinking(), alt((self.form(self.wanted.form), *calls)))
         if self.format.bare:
-            return seq(self._thinking(), alt((seq(_LINE_ENDS, self._tag(), self._calls()), self._other())))
+            return seq(self._thinking(), alt((self._bare_calls(), self._other())))
         return seq(self._thinking(), self._free_text())
 
     def call(self, before: Iterable[str | Node] = ()) -> Node:
@@ -181,6 +194,25 @@ class _Answer:
         call = self.rule("call", self.call(format.before))
         more = Repeat(seq(node(*format.separator), call), 0, None) if self.wanted.parallel else EMPTY
         return seq(node(*format.opening), call, more, node(*format.closing))
+
+    def _bare_calls(self) -> Node:
+        """Calls that come in free choice with text: what tells them from it is one regular part."""
+        format, node = self.format, self.speller.node
+        more = Repeat(seq(node(*format.separator), self.rule("call", self.call(format.before))), 0, None)
+        rest = seq(more if self.wanted.parallel else EMPTY, node(*format.closing))
+        calls: list[Node] = []
+        tag = self._tag()
+        begins: list[Text] = [(_LINE_ENDS,), *([] if tag == EMPTY else [(_LINE_ENDS, tag)])]
+        for begin in begins:
+            calls += [
+                seq(
+                    node(*begin, *format.opening, *format.before, tool.name, *format.between),
+                    arguments,
+                    node(*format.after),
+                )
+                for tool, arguments in zip(self.wanted.tools, self.arguments, strict=True)
+            ]
+        return seq(alt(calls), rest)
 
     def _free_text(self) -> Node:
         """Text in which the first marker of calls begins one."""
@@ -221,7 +253,7 @@ class _Answer:
 
     def _tag(self) -> Node:
         tag = self.speller.mark("<|python_tag|>")
-        return optional(tag) if isinstance(tag, Token) else EMPTY
+        return tag if isinstance(tag, Token) else EMPTY
 
     def _other(self) -> Node:
         """Text that does not begin as a call does."""
@@ -277,7 +309,7 @@ class _Answer:
                 node = alt(tagged.of(each, "#") for each in converter.combinations.simple(schema, "#"))
         rule = self.rule(f"{prefix}arguments", node)
         if prune(self.rules, rule.name) is None:
-            raise GrammarError("no value satisfies the JSON schema")
+            raise converter.nothing(rule)
         return rule
 
     @staticmethod

@@ -13,7 +13,7 @@ A token is left out in two cases:
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -140,9 +140,11 @@ class UniqueMatcher(LazyMatcher):
 
     narrows = True
 
-    def __init__(self, vocabulary: LazyVocabulary, matcher: Any, places: Sequence[Place]) -> None:
+    def __init__(
+        self, vocabulary: LazyVocabulary, matcher: Any, places: Sequence[Place], renew: Callable[[], Any] | None = None
+    ) -> None:
         """`places`: as `unique_places` returns them."""
-        super().__init__(vocabulary, matcher)
+        super().__init__(vocabulary, matcher, renew)
         self._places = places
         self._written = [Written()]  # after each step
         self._known: dict[Written, bool] = {}  # whether a new item can still follow

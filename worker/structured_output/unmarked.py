@@ -24,16 +24,16 @@ def may_break(text: str, markers: Iterable[str]) -> bool:
     return any(mark in text or text.endswith(tuple(mark[:n] for n in range(1, len(mark)))) for mark in markers)
 
 
-def unmarked(markers: Iterable[str], characters: Ranges, escape: str = "") -> str:
-    """A pattern of texts of `characters`, and of what `escape` matches, in which no marker occurs, nor the first
-    characters of one. Each marker begins with `<`, and has no other. An escape does not begin with a marker's
-    character."""
+def unmarked(markers: Iterable[str], characters: Ranges, escape: str = "", *, telling: int | None = _TELLING) -> str:
+    """A pattern of texts of `characters`, and of what `escape` matches, in which no marker occurs, nor its first
+    `telling` characters (None: all of them). Each marker begins with `<`, and has no other. An escape does not begin
+    with a marker's character."""
     trie: dict[str, Any] = {}
     for marker in markers:
         if marker.rfind("<") != 0:
             raise ValueError(f"{marker!r} does not begin with its only <")
         node = trie
-        for char in marker[1:_TELLING]:
+        for char in marker[1:telling]:
             node = node.setdefault(char, {})
     other = pattern(without_bracket(characters))
     others = f"(?:{other}|{escape})*" if escape else f"{other}*"

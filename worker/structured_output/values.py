@@ -6,13 +6,12 @@ from functools import lru_cache
 from typing import Any
 
 from worker.structured_output import decimals, regex
-from worker.structured_output.charset import Ranges, complement, intersection, literal, pattern
-from worker.structured_output.conjunction import Schema
+from worker.structured_output.charset import SCALARS, complement, pattern
+from worker.structured_output.conjunction import Schema, parts_of
 from worker.structured_output.ebnf import (
     EMPTY,
     NEVER,
     Alt,
-    Intersection,
     Node,
     Ref,
     Regex,
@@ -24,15 +23,21 @@ from worker.structured_output.ebnf import (
 )
 from worker.structured_output.error import GrammarError, KeywordError
 from worker.structured_output.formats import FORMATS
+from worker.structured_output.intersections import intersection
+from worker.structured_output.regex import Spell
 from worker.structured_output.spelling import JSON, Spelling
 
 _MOST_MULTIPLES = 1_000
-_LIMITS = ("minLength", "maxLength", "pattern", "format")
-_MOST_STATES = 128  # characters of a string that an automaton counts
+_MOST_STATES = 128  # characters of a string that an automaton of xgrammar counts
 _MOST_COUNTED = 100_000
+_MOST_MATCHED = 4_000  # characters of a string that are counted along with a pattern, by one automaton for both
+_EXACT = 1 << 53  # beyond, doubles are whole numbers, of which they have more digits than their shortest text
+_LARGEST_LIMIT = Fraction(10) ** 100
 
 _ONE_STRING = rf'"(?:{pattern(JSON.plain)}|\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f])))*"'
-_ONE_NUMBER = r"(?:0|-{0,1}[1-9][0-9]*(?:\.[0-9]*[1-9]){0,1}|-{0,1}0\.[0-9]*[1-9])"
+# Fractions have up to 15 digits: then no two are read as the same double.
+_FRACTIONS = "|".join(rf"[1-9][0-9]{{{n - 1}}}\.[0-9]{{0,{14 - n}}}[1-9]" for n in range(1, 15))
+_ONE_NUMBER = rf"(?:0|-{{0,1}}[1-9][0-9]*|-{{0,1}}0\.[0-9]{{0,14}}[1-9]|-{{0,1}}(?:{_FRACTIONS}))"
 
 # At most one space: a small model that may write any whitespace sometimes never stops.
 COMMA = seq(Terminal(","), Ref("space"))
@@ -45,7 +50,7 @@ def common_rules(spelling: Spelling = JSON) -> dict[str, Node]:
     return {
         "space": optional(Terminal(" ")),
         "string": Regex(f'"{spelling.string}"'),
-        "number": Regex(decimals.number(None, None) or ""),
+        "number": Regex(decimals.ANY_NUMBER),
         "any": Alt((Ref("object"), Ref("array"), Ref("string"), Ref("number"), *words)),
         "object": seq(Terminal("{"), listed([], seq(Ref("string"), COLON, Ref("any")), 0, None), Terminal("}")),
         "array": array([], Ref("any"), 0, None),
@@ -59,7 +64,7 @@ def distinct_rules() -> dict[str, Node]:
     kinds = [Ref(f"distinct_{kind}") for kind in ("object", "array", "string", "number")]
     return {
         "distinct_string": Regex(_ONE_STRING),
-        "distinct_number": distinct_number(number({"minimum": -(10**15)}, "", whole=False)),
+        "distinct_number": Regex(_ONE_NUMBER),
         "distinct_any": Alt((*kinds, *words)),
         "distinct_object": seq(Terminal("{"), listed([], member, 0, 1), Terminal("}")),
         "distinct_array": array([], Ref("distinct_any"), 0, None),
@@ -70,12 +75,12 @@ def distinct_string(text: Node) -> Node:
     """The strings of `text` in one spelling, which is that of `json.dumps`."""
     if text == Ref("string"):
         return Ref("distinct_string")
-    return NEVER if text == NEVER else Intersection((text, Regex(_ONE_STRING)), "uniqueItems")
+    return intersection((text, Regex(_ONE_STRING)), "uniqueItems")
 
 
 def distinct_number(found: Node) -> Node:
     """The numbers of `found` without exponent, without zeros at the end of a fraction, and without a sign of zero."""
-    return NEVER if found == NEVER else Intersection((found, Regex(_ONE_NUMBER)), "uniqueItems")
+    return intersection((found, Regex(_ONE_NUMBER)), "uniqueItems")
 
 
 def simple_number(value: Any) -> Any:
@@ -115,19 +120,7 @@ def _repeat(part: Node, least: int, most: int | None) -> Node:
 
 
 def string(schema: Schema, at: str, spelling: Spelling = JSON) -> Node:
-    """A string by `format`, `pattern`, `minLength` and `maxLength`. With any of these, its characters need no escape
-    where there is a choice. `not` lists texts that it is not."""
-    if "not" in schema:
-        others = other_name(schema["not"]["enum"], spelling)
-        rest = {key: value for key, value in schema.items() if key in _LIMITS}
-        whole = string(rest, at, spelling)
-        return (
-            others
-            if whole == Ref("string")
-            else NEVER
-            if whole == NEVER
-            else Intersection((whole, others), f"not at {at}")
-        )
+    """A string by `format`, `pattern`, `minLength` and `maxLength`. `not` lists texts that it is not."""
     least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
     if most is not None:
         if most < least:
@@ -137,105 +130,110 @@ def string(schema: Schema, at: str, spelling: Spelling = JSON) -> Node:
         raise KeywordError(f"minLength at {at}: {least} is not supported", "minLength", at)
     name, expression = schema.get("format"), schema.get("pattern")
     form = FORMATS.get(name) if isinstance(name, str) else None  # other formats are only hints
-    if expression is None and form is None:
-        return _of_length(least, most, spelling)
-    if expression is not None and form is not None:
-        parts = [_matching(each, 0, None, at, spelling) for each in (form, _found(expression))]
-        return _all_of([*parts, *_counted(least, most, spelling)], f"pattern and format at {at}")
+    others = schema["not"]["enum"] if "not" in schema else None
+    said = {"format": form, "pattern": expression, "not": others, "minLength": least or None, "maxLength": most}
+    keywords = [keyword for keyword, value in said.items() if value is not None]
+    if not keywords:
+        return Ref("string")
+
     try:
-        return _all_of([_matching(expression or form or "", least, most, at, spelling)], "")
-    except _LengthsApart:
-        parts = [_matching(expression or form or "", 0, None, at, spelling)]
-        return _all_of([*parts, *_counted(least, most, spelling)], f"pattern and limits of length at {at}")
+        parts = inside(form, expression, least, most, at, spelling.one)
+        if spelling.unmarked is not None:
+            with_bracket = inside(form, expression, least, most, at, spelling.with_bracket.one)
+            parts = parts if parts == with_bracket else [*with_bracket, Regex(spelling.unmarked)]
+        whole = _between_quotes(intersection(parts, f"{', '.join(keywords)} at {at}")) if parts else NEVER
+        if others is None:
+            return whole
+        other = other_name(others, spelling)
+        return other if not parts else intersection((whole, other), f"{', '.join(keywords)} at {at}")
+    except KeywordError:
+        raise
+    except GrammarError as error:
+        raise KeywordError(str(error), "pattern" if expression is not None else keywords[-1], at) from None
 
 
-class _LengthsApart(Exception):
-    """A pattern and limits of length cannot be one pattern."""
+def narrowed_of_string(schema: Schema) -> list[str]:
+    """The keywords of a string of which not all values can be written."""
+    form, most = schema.get("format"), schema.get("maxLength", 0)
+    is_matched = "pattern" in schema or form in FORMATS
+    found = ["format"] if form in FORMATS else []
+    return found + ["maxLength"] * (most > (_MOST_MATCHED if is_matched else _MOST_COUNTED))
 
 
-def _found(expression: str) -> str:
-    """A pattern of texts in which `expression` is found. As it is where it has branches: these may have anchors."""
-    if "|" in expression:
-        return expression
-    before = "" if expression.startswith("^") else r"[\s\S]*"
-    return f"{before}{expression}" + ("" if expression.endswith("$") else r"[\s\S]*")
+def inside(form: str | None, expression: str | None, least: int, most: int | None, at: str, spell: Spell) -> list[Node]:
+    """What the inside of a string matches: all of the nodes."""
+    limits = [Repeat(Regex(spell(SCALARS) or ""), least, most)] if least or most is not None else []
+    try:
+        patterns = () if expression is None else parts_of(expression)
+        if form is None and len(patterns) == 1 and (one := regex.repeated(patterns[0], spell)) is not None:
+            atom, low, high = one
+            low, high = max(low, least), most if high is None else high if most is None else min(high, most)
+            return [NEVER if high is not None and low > high else Repeat(Regex(atom), low, high)]
+        found = [regex.found(each, spell) for each in patterns]
+        if form is not None:
+            found.append(regex.whole(form, spell))
+        elif any(regex.keeps(each, least, most) for each in patterns):
+            limits = []
+    except GrammarError as error:
+        raise KeywordError(f"pattern at {at}: {error}", "pattern", at) from None
+    if found and limits and (most or 0) > _MOST_MATCHED >= least:
+        limits = [Repeat(limits[0].part, least, _MOST_MATCHED)]
+    return [*(NEVER if each is None else Regex(f"(?:{each})") for each in found), *limits]
+
+
+def _between_quotes(inside: Node) -> Node:
+    if inside == NEVER:
+        return NEVER
+    if isinstance(inside, Regex):
+        return Regex(f'"{inside.pattern}"')
+    if (
+        isinstance(inside, Repeat)
+        and isinstance(inside.part, Regex)
+        and max(inside.least, inside.most or 0) <= _MOST_STATES
+    ):
+        most = "" if inside.most is None else inside.most
+        return Regex(f'"{inside.part.pattern}{{{inside.least},{most}}}"')
+    return seq(Terminal('"'), inside, Terminal('"'))
 
 
 def found_name(expression: str, at: str, spelling: Spelling = JSON) -> Node:
     """A name in which the pattern is found. NEVER if there is none. Raises GrammarError."""
     try:
-        inner = regex.in_json(_found(expression), plain=spelling.plain)
+        inner = regex.found(expression, spelling.one)
     except GrammarError as error:
         raise KeywordError(f"patternProperties at {at}: {error}", "patternProperties", at) from None
     return NEVER if inner is None else Regex(f'"(?:{inner})"')
 
 
-def name_without(first: str, spelling: Spelling = JSON) -> Node:
-    """A string that begins with none of these characters, of characters that need no escape."""
-    taken = complement(tuple(sorted((ord(char), ord(char)) for char in set(first))))
-    plain = pattern(spelling.plain)
-    return Regex(f'"(?:{pattern(intersection(taken, spelling.plain))}{plain}*){{0,1}}"')
-
-
-def _matching(expression: str, least: int, most: int | None, at: str, spelling: Spelling) -> Node:
-    try:
-        inner = regex.in_json(expression, least, most, spelling.plain)
-    except regex.LengthError:
-        raise _LengthsApart from None
-    except GrammarError as error:
-        raise KeywordError(f"pattern at {at}: {error}", "pattern", at) from None
-    return NEVER if inner is None else Regex(f"(?:{inner})")
-
-
-def _counted(least: int, most: int | None, spelling: Spelling) -> list[Node]:
-    """A string's inside of `least` to `most` characters. Nothing if there are no limits."""
-    one = f"(?:{pattern(spelling.plain)}|{spelling.escape})"
-    return [Repeat(Regex(one), least, most)] if least or most is not None else []
-
-
-def _all_of(parts: Sequence[Node], what: str) -> Node:
-    """A string whose inside matches all parts. `what`: as `Intersection` has it."""
-    if NEVER in parts:
-        return NEVER
-    if len(parts) == 1 and isinstance(parts[0], Regex):
-        return Regex(f'"{parts[0].pattern}"')
-    return seq(Terminal('"'), Intersection(tuple(parts), what), Terminal('"'))
-
-
-def _of_length(least: int, most: int | None, spelling: Spelling) -> Node:
-    plain = pattern(spelling.plain)
-    if least == 0 and most is None:
-        return Ref("string")
-    if least > _MOST_STATES or (most or 0) > _MOST_STATES:
-        return seq(Terminal('"'), Repeat(Regex(plain), least, most), Terminal('"'))
-    if most is None:
-        return Regex(f'"(?:{plain}|{spelling.escape}){{{least}}}{spelling.string}"')
-    return Regex(f'"{plain}{{{least},{most}}}"')
+def any_name(spelling: Spelling = JSON) -> Node:
+    """A name, of which `found_name` has those in which a pattern is found."""
+    return Regex(f'"{spelling.any}*"')
 
 
 def other_name(names: Iterable[str], spelling: Spelling = JSON) -> Node:
-    """A string that is none of `names`, of characters that need no escape."""
-    return _other_name(tuple(names), spelling.plain)
+    """A string that is none of `names`."""
+    return _other_name(tuple(names), spelling)
 
 
 @lru_cache(256)  # schemas ask for the same names many times, once for each way to combine their parts
-def _other_name(names: tuple[str, ...], plain: Ranges) -> Regex:
+def _other_name(names: tuple[str, ...], spelling: Spelling) -> Regex:
     trie: dict[str, Any] = {}
-    written = [name for name in names if all(any(first <= ord(c) <= last for first, last in plain) for c in name)]
+    spelled = {name: [spelling.one(((ord(char), ord(char)),)) for char in name] for name in names}
+    written = {name: "".join(filter(None, each)) for name, each in spelled.items() if None not in each}
     for name in written:
         node = trie
         for char in name:
             node = node.setdefault(char, {})
         node[""] = {}
-    any_name, taken = f'"{pattern(plain)}*"', tuple(f'"{name}"' for name in written)
-    return Regex(f'"{_none_of(trie, plain)}"', (any_name, taken) if taken else None)
+    taken = tuple(f'"{each}"' for each in written.values())
+    return Regex(f'"{_none_of(trie, spelling)}"', (f'"{spelling.any}*"', taken) if taken else None)
 
 
-def _none_of(trie: dict[str, Any], plain: Ranges) -> str:
+def _none_of(trie: dict[str, Any], spelling: Spelling) -> str:
     following = sorted(char for char in trie if char)
-    taken = complement(tuple((ord(char), ord(char)) for char in following))
-    choices = [f"{pattern(intersection(taken, plain))}{pattern(plain)}*"]
-    choices += [literal(char) + _none_of(trie[char], plain) for char in following]
+    other = spelling.one(complement(tuple((ord(char), ord(char)) for char in following)))
+    choices = [f"{other}{spelling.any}*"]
+    choices += [f"{spelling.one(((ord(char), ord(char)),))}{_none_of(trie[char], spelling)}" for char in following]
     if "" not in trie:
         choices.append("")
     return f"(?:{'|'.join(choices)})"
@@ -248,6 +246,13 @@ def number(schema: Schema, at: str, *, whole: bool) -> Node:
     """A number, or integer, by its limits and `multipleOf`."""
     low, above = _limit(schema, "minimum", "exclusiveMinimum", max)
     high, below = _limit(schema, "maximum", "exclusiveMaximum", min)
+    for key, limit in (("minimum", low), ("maximum", None if high is None else -high)):
+        if limit is not None and limit > _LARGEST_LIMIT:
+            raise KeywordError(f"{key} at {at}: numbers of more than 100 digits are not compared with it", key, at)
+    if low is not None and low < -_LARGEST_LIMIT:
+        low, above = -_LARGEST_LIMIT, False
+    if high is not None and high > _LARGEST_LIMIT:
+        high, below = _LARGEST_LIMIT, False
     factor = schema.get("multipleOf")
     if factor is not None and not (whole and factor == 1):
         return _multiples(Fraction(str(factor)), low, high, above, below, at)
@@ -262,11 +267,17 @@ def number(schema: Schema, at: str, *, whole: bool) -> Node:
 
 def _limit(schema: Schema, key: str, exclusive_key: str, stricter: Any) -> tuple[Fraction | None, bool]:
     """The stricter of an inclusive and an exclusive limit, and whether that one is exclusive."""
-    limits = [Fraction(str(schema[k])) for k in (key, exclusive_key) if k in schema]
+    limits = {k: _exactly(schema[k]) for k in (key, exclusive_key) if k in schema}
     if not limits:
         return None, False
-    value = stricter(limits)
-    return value, exclusive_key in schema and Fraction(str(schema[exclusive_key])) == value
+    value = stricter(limits.values())
+    return value, limits.get(exclusive_key) == value
+
+
+def _exactly(limit: int | float) -> Fraction:
+    """The number that a limit stands for, exactly as whole numbers are compared with it, and otherwise as it is
+    written."""
+    return Fraction(limit if isinstance(limit, float) and abs(limit) > _EXACT else str(limit))
 
 
 def _multiples(

@@ -1,12 +1,13 @@
 """Strings that a call writes as they are, without escapes, between marks that do not occur in them."""
 
-from worker.structured_output import regex
-from worker.structured_output.charset import Ranges, pattern
+from worker.structured_output import regex, values
+from worker.structured_output.charset import Ranges, complement, intersection, pattern
 from worker.structured_output.conjunction import Schema
-from worker.structured_output.ebnf import NEVER, Node, Regex, Repeat, Terminal, seq
+from worker.structured_output.ebnf import NEVER, Complement, Node, Regex, Terminal, alt
 from worker.structured_output.error import GrammarError
 from worker.structured_output.formats import FORMATS
-from worker.structured_output.unmarked import TEXT
+from worker.structured_output.intersections import intersection as all_of
+from worker.structured_output.unmarked import TEXT, unmarked, without_bracket
 
 _LIMITS = ("not", "format", "pattern", "minLength", "maxLength")
 
@@ -21,32 +22,33 @@ def is_writable(text: str) -> bool:
     return all(any(first <= ord(char) <= last for first, last in TEXT) for char in text)
 
 
-def string(schema: Schema, at: str, characters: Ranges, text: Node) -> Node:
-    """A string by its schema. `text`: one without limits; with any of these, it has only `characters`. Raises
-    GrammarError."""
-    found = limits(schema)
-    if not found:
+def string(
+    schema: Schema, at: str, text: Node, marks: tuple[str, ...], *, trims: bool = False, begin: str | None = None
+) -> Node:
+    """A string by its schema. `text`: one without limits. With limits, none of `marks` occurs in it, it neither begins
+    nor ends with a line's end if a reader `trims` that, and it matches `begin`. Raises GrammarError."""
+    keywords = limits(schema)
+    if not keywords:
         return text
-    if "not" in found:
-        raise GrammarError(f"not at {at} is not supported for strings that are written as they are")
     least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
     most = None if most is None else int(most)
-    expression = schema.get("pattern", FORMATS.get(schema.get("format", "")))
-    if expression is None:
-        return _of_length(least, most, characters, text)
-    if "pattern" in found and "format" in found:
-        raise GrammarError(f"pattern and format at {at} are not supported together")
-    try:
-        written = regex.of_characters(expression, least, most, characters)
-    except GrammarError as error:
-        raise GrammarError(f"pattern at {at}: {error}") from None
-    if written is None:
-        raise GrammarError(f"pattern at {at}: it needs characters that cannot be written as they are")
-    return Regex(written) if written else Terminal("")
+    form, expression = FORMATS.get(schema.get("format", "")), schema.get("pattern")
 
+    def inside(characters: Ranges) -> list[Node]:
+        return values.inside(form, expression, least, most, at, regex.spell_plain(characters))
 
-def _of_length(least: int, most: int | None, characters: Ranges, text: Node) -> Node:
-    one = Regex(pattern(characters))
-    if most is not None:
-        return Repeat(one, least, most) if least <= most else NEVER
-    return seq(Repeat(one, least, least), text) if least else text
+    parts = inside(TEXT) or [Regex(f"{pattern(TEXT)}*")]
+    if parts != inside(without_bracket(TEXT)):
+        parts.append(Regex(unmarked(marks, TEXT, telling=None)))
+    line_end: Ranges = ((0x0A, 0x0A),)
+    others = intersection(TEXT, complement(line_end))
+    if trims and parts[: len(inside(others))] != inside(others):
+        parts.append(Regex(f"(?:{pattern(others)}(?:{pattern(TEXT)}*{pattern(others)}){{0,1}}){{0,1}}"))
+    if begin is not None:
+        parts.append(Regex(begin))
+    if "not" in schema:
+        parts.append(Complement(alt(map(Terminal, schema["not"]["enum"]))))
+    found = all_of(parts, f"{', '.join(keywords)} at {at}")
+    if found == NEVER:
+        raise GrammarError(f"{', '.join(keywords)} at {at}: no text that can be written as it is satisfies all of it")
+    return found

@@ -17,7 +17,7 @@ from worker.structured_output.unique_places import Place
 
 EOS = 256
 A, B, C = (Grammar("choice", f'["{letter}"]') for letter in "abc")
-FOUND = CompiledText(XGRAMMAR, "é" * 500, 0.5, [], [])
+FOUND = CompiledText(XGRAMMAR, "é" * 500, 0.5, [], [], [])
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def kept(folder: Path) -> list[Path]:
 def test_what_is_kept_is_found_as_it_was(tmp_path: Path) -> None:
     store = GrammarStore(tmp_path, ["tokens"])
     places = [Place(True, False, 1, {"é": 0}, -1)]
-    full = CompiledText(LLGUIDANCE, 'start: "\\u0000 é"', 1.5, places, ["contains at #"])
+    full = CompiledText(LLGUIDANCE, 'start: "\\u0000 é"', 1.5, places, ["contains at #"], ["format at #/a"])
     assert store.read(A) is None
     store.write(A, full)
     store.write(B, FOUND)

@@ -19,13 +19,14 @@ from worker.structured_output import (
     accept_tokens,
     fill_masks,
     fill_masks_after,
+    lazy_grammar,
     new_bitmask,
 )
 from worker.structured_output.ebnf import START, Complement, Intersection, Regex, Seq, Terminal, to_text
 from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, engine_for
 from worker.structured_output.lark import to_lark
 from worker.structured_output.lazy_grammar import LazyGrammar
-from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
+from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary, accept_lazy
 from worker.structured_output.schema import schema_rules
 from worker.structured_output.text_rules import text_rules
 
@@ -250,3 +251,21 @@ def test_names_of_patterns_are_those_of_property_names(
     }
     matcher = lazy(vocabulary, schema_rules(json.dumps(schema)))
     assert matcher.accept_string(text) == expected == Draft202012Validator(schema).is_valid(json.loads(text))
+
+
+def test_a_long_text_goes_on_when_the_automaton_is_full(
+    walker: Walker, vocabulary: LazyVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each character of a string that is counted takes states of its own."""
+    monkeypatch.setattr(lazy_grammar, "_MOST_STATES", 2_000)
+    rules = schema_rules('{"type": "string", "pattern": "@", "maxLength": 3000}')
+    grammar = LazyGrammar(to_lark(rules, START), vocabulary)
+    matcher, text = grammar.matcher(), '"@' + 'a\\"é' * 300 + '"'
+    first = matcher.handle
+    for byte in text.encode():
+        assert byte in allowed(matcher, walker)
+        assert accept_lazy([matcher], [byte], 1) == [True]
+    assert matcher.handle is not first and matcher.is_completed()
+    matcher.rollback(5)
+    assert not matcher.is_completed() and matcher.accept_string('\\\\"') and matcher.accept_token(walker.eos)
+    assert not grammar.matcher().accept_string('"' + "a" * 3_000 + '"')

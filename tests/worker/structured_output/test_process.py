@@ -26,7 +26,7 @@ from worker.structured_output import __main__ as main
 class Compilation(main.Compilation):
     def run(self, kind, text, *after, **strict):
         if kind == "python":
-            return "xgrammar", str(eval(text)).encode(), [], []
+            return "xgrammar", str(eval(text)).encode(), [], [], []
         return super().run(kind, text, *after, **strict)
 
 main.Compilation = Compilation

@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 from worker.structured_output import charset, regex
 from worker.structured_output.ebnf import EMPTY, Regex, to_text
 from worker.structured_output.error import GrammarError
+from worker.structured_output.spelling import JSON
 
 
 def ebnf(pattern: str) -> str:
     return to_text({"start": Regex(pattern) if pattern else EMPTY}, "start")
+
+
+def plain(pattern: str) -> str | None:
+    return regex.whole(pattern, regex.spell_plain())
+
+
+def inside(pattern: str) -> str | None:
+    return regex.whole(pattern, JSON.one)
 
 
 def quoted(pattern: str) -> str:
@@ -70,17 +79,17 @@ def test_texts_of_an_expression_match_it(walker, pattern, anchors, seed):
     except re.error:  # a name twice
         return
     whole = ("^" if "^" in anchors else "") + f"(?:{pattern})" + ("$" if "$" in anchors else "")
-    converted = regex.plain(whole)
+    converted = plain(whole)
     assert converted is not None
     for offset in range(4):
         text = walker.walk(ebnf(converted), seed + offset, 60)
         if text is not None:
             assert re.fullmatch(pattern, text.decode())
 
-    inside = regex.in_json(whole)
-    if inside is not None:
+    converted = inside(whole)
+    if converted is not None:
         for offset in range(4):
-            text = walker.walk(quoted(inside), seed + offset, 60)
+            text = walker.walk(quoted(converted), seed + offset, 60)
             if text is not None:
                 assert re.fullmatch(pattern, json.loads(text))
 
@@ -100,9 +109,9 @@ def test_texts_of_an_expression_match_it(walker, pattern, anchors, seed):
         (r"[^\d]", ["a", "é"], ["1", "٣"]),
         (r"\W", ["-", "。"], ["a", "é", "_"]),
         ("a{2,3}?", ["aa", "aaa"], ["a", "aaaa"]),
-        ("a{130}", ["a" * 130], ["a" * 129, "a" * 131]),
-        ("(?:ab){126,260}", ["ab" * 126, "ab" * 260, "ab" * 200], ["ab" * 125, "ab" * 261]),
-        ("x{129,}", ["x" * 129, "x" * 400], ["x" * 128]),
+        ("a{120}", ["a" * 120], ["a" * 119, "a" * 121]),
+        ("(?:ab){6,60}", ["ab" * 6, "ab" * 60, "ab" * 20], ["ab" * 5, "ab" * 61]),
+        ("x{12,}", ["x" * 12, "x" * 40], ["x" * 11]),
         ("[][^-]+", ["][^-"], ["a"]),
         (r"\x41\u00e9\U0001F600\t", ["Aé😀\t"], ["A"]),
         ("(?:a?){3}", ["", "aaa"], ["aaaa"]),
@@ -110,12 +119,18 @@ def test_texts_of_an_expression_match_it(walker, pattern, anchors, seed):
     ],
 )
 def test_an_expression_matches_the_whole(walker, pattern, matching, other):
-    converted = ebnf(regex.plain(pattern))
+    converted = ebnf(plain(pattern))
     for text in matching:
         assert walker.accepts(converted, text), text
         assert re.fullmatch(pattern, text)
     for text in other:
         assert not walker.accepts(converted, text), text
+
+
+def test_large_counts_are_not_for_xgrammar():
+    with pytest.raises(GrammarError, match="128"):
+        ebnf(plain("(?:ab){126,260}"))
+    assert regex.counted(plain("(?:ab){126,260}c|[a-z]d{3,}")) == (2 * 260 + 1 + 1 + 3, 260)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +140,8 @@ def test_an_expression_matches_the_whole(walker, pattern, matching, other):
         ("[a", "unterminated character set"),
         ("*a", "nothing to repeat"),
         ("a{5,2}", "min repeat greater"),
-        (r"\p{L}", "bad escape"),
+        (r"\p{Script=Greek}", "general categories are supported"),
+        (r"(?<a>x)\k<a>", "references to groups"),
         ("(?=a)b", "look-ahead"),
         ("(?<!a)b", "look-behind"),
         ("(a)\\1", "references to groups"),
@@ -144,20 +160,20 @@ def test_an_expression_matches_the_whole(walker, pattern, matching, other):
 )
 def test_what_a_grammar_cannot_follow_is_refused(pattern, reason):
     with pytest.raises(GrammarError, match=reason):
-        regex.plain(pattern)
+        plain(pattern)
     with pytest.raises(GrammarError, match=reason):
-        regex.in_json(pattern)
+        inside(pattern)
 
 
 @pytest.mark.parametrize("pattern", [r"[^\s\S]", r"a[^\s\S]", r"(?:[^\s\S])+", "[\ud800-\udfff]"])
 def test_an_expression_without_texts_is_none(pattern):
-    assert regex.plain(pattern) is None
+    assert plain(pattern) is None
 
 
 def test_parts_without_texts_are_left_out(walker):
-    grammar = ebnf(regex.plain(r"(?:a|c[^\s\S])b"))
+    grammar = ebnf(plain(r"(?:a|c[^\s\S])b"))
     assert walker.accepts(grammar, "ab") and not walker.accepts(grammar, "cb")
-    assert walker.accepts(ebnf(regex.plain(r"x(?:[^\s\S])*y")), "xy")
+    assert walker.accepts(ebnf(plain(r"x(?:[^\s\S])*y")), "xy")
 
 
 @pytest.mark.parametrize(
@@ -165,34 +181,90 @@ def test_parts_without_texts_are_left_out(walker):
     [('say "hi"', 'say "hi"'), (r"C:\\dir", "C:\\dir"), (r"a\nb\tc", "a\nb\tc"), (r"[\x00-\x1f]", "\x07"), ("/", "/")],
 )
 def test_what_json_must_escape_is_escaped(walker, pattern, value):
-    assert walker.accepts(quoted(regex.in_json(pattern)), json.dumps(value))
-
-
-def test_characters_that_need_escapes_are_left_out_where_there_are_others(walker):
-    grammar = quoted(regex.in_json(r'[a"\\]+'))
-    assert walker.accepts(grammar, '"aa"')
-    assert not walker.accepts(grammar, json.dumps('a"'))
+    assert walker.accepts(quoted(inside(pattern)), json.dumps(value))
 
 
 @pytest.mark.parametrize(
-    ("pattern", "least", "most", "good", "bad"),
+    ("pattern", "found", "other"),
     [
-        ("^[a-z]+$", 2, 4, ["ab", "abcd"], ["a", "abcde"]),
-        ("[a-z]*", 0, 3, ["", "abc"], ["abcd"]),
-        ("^a{2,}$", 0, 3, ["aa", "aaa"], ["a", "aaaa"]),
-        (r"^\d{3}$", 1, 5, ["123"], ["12"]),
-        ("^.*$", 3, None, ["abc"], ["ab"]),
+        ("^/", ["/", "/usr/local/bin"], ["usr/", ""]),
+        ("@", ["@", "a@b", 'a"@\\\n'], ["", "ab"]),
+        (r"\.py$", [".py", "a.py"], ["a.py ", "a.pyc"]),
+        (r"\S", ["Alice Smith", " x "], ["", " \n"]),
+        ("^(http|ftp)://", ["http://", "ftp://a/b?c"], ["xhttp://", "https://"]),
+        ("^a|b$", ["a", "ab", "axx", "xxb"], ["xx", "ba", "bx"]),
+        ("(^a|b)c", ["ac", "acd", "xbcx"], ["xac", "c"]),
+        ("(^a|b)?c$", ["ac", "c", "xxc", "xac"], ["cx"]),
+        (r"^\d+\.\d+\.\d+", ["1.2.3", "1.2.3-rc.1+b"], ["1.2", "v1.2.3"]),
+        ("", ["", "x"], []),
+        ("a{2}$", ["aa", "baa", "aaa"], ["a", "aab"]),
+        (r"^\p{Lu}\p{L}*$", ["Éva", "A", "Ωμέγα"], ["éva", "A1", ""]),
+        (r"^[\p{L}\p{Nd}_-]+$", ["a-1_é", "٣"], ["a b", ""]),
+        (r"^\P{L}$", ["1", "\n", "😀"], ["a", "é"]),
+        (r"^\u{1F600}\cJ(?<year>\d{4})$", ["😀\n2024"], ["😀2024"]),
+        ("^\\ud83d\\ude00$", ["😀"], ["\U0001f601"]),
     ],
 )
-def test_lengths_narrow_a_repeated_character(walker, pattern, least, most, good, bad):
-    grammar = quoted(regex.in_json(pattern, least, most))
-    assert all(walker.accepts(grammar, json.dumps(text)) for text in good)
-    assert not any(walker.accepts(grammar, json.dumps(text)) for text in bad)
+@pytest.mark.parametrize("ascii", [False, True])
+def test_an_expression_is_searched_for(walker, pattern, found, other, ascii):
+    grammar = quoted(regex.found(pattern, JSON.one))
+    for text in found:
+        assert walker.accepts(grammar, json.dumps(text, ensure_ascii=ascii)), text
+    for text in other:
+        assert not walker.accepts(grammar, json.dumps(text, ensure_ascii=ascii)), text
 
 
-def test_lengths_that_an_expression_does_not_keep_are_refused():
-    with pytest.raises(GrammarError, match="limits of length"):
-        regex.in_json("[a-z]+-[a-z]+", 0, 5)
+def test_characters_that_need_escapes_are_escaped_beside_others(walker):
+    grammar = quoted(inside(r'^[a"\\\n/é😀]+$'))
+    for text in ['a"', "\\a", "\n", "é😀"]:
+        assert walker.accepts(grammar, json.dumps(text)), text
+        assert walker.accepts(grammar, json.dumps(text, ensure_ascii=False)), text
+    assert walker.accepts(grammar, r'"\/\u000A\u00E9\uD83D\uDE00"')
+    for text in (r'"\t"', r'"\ud83d"', r'"\u00e8"', '"\n"', r'"\"', r'"\ud83d\ude01"'):
+        assert not walker.accepts(grammar, text), text
+
+
+@pytest.mark.parametrize(
+    "characters", [charset.SCALARS, ((0x41, 0x5A), (0x3C, 0x3C), (0xE9, 0x2FFF), (0x1F000, 0x2A6DF))]
+)
+def test_escapes_are_those_of_the_characters(walker, characters):
+    grammar = quoted(JSON.one(characters))
+    edges = [c + d for pair in characters for c in pair for d in (-1, 0, 1)]
+    for code in [*edges, 0x22, 0x5C, 0xA, 0x10000, 0x103FF, 0x10400, 0x10FFFF]:
+        if not 0 <= code <= 0x10FFFF or 0xD800 <= code <= 0xDFFF:
+            continue
+        inside_ = any(first <= code <= last for first, last in characters)
+        assert walker.accepts(grammar, json.dumps(chr(code), ensure_ascii=False)) == inside_, hex(code)
+        assert walker.accepts(grammar, json.dumps(chr(code))) == inside_, hex(code)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("^[ab]+$", ("[a-b]", 1, None)),
+        ("^x{2,5}$", ("x", 2, 5)),
+        ("^[ab]+", None),
+        ("^[ab]+c$", None),
+        ("[ab]*", None),
+        ("^(ab)*$", None),
+    ],
+)
+def test_one_character_again_and_again(pattern, expected):
+    assert regex.repeated(pattern, JSON.one) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "least", "most", "expected"),
+    [
+        ("^[a-z]{2}-[0-9]$", 1, 5, True),
+        ("^[a-z]{2}-[0-9]$", 5, None, False),
+        ("[a-z]{2}", 2, None, True),
+        ("[a-z]{2}", 0, 5, False),
+        ("^a+b$", 0, 5, False),
+    ],
+)
+def test_lengths_that_an_expression_keeps_to(pattern, least, most, expected):
+    assert regex.keeps(pattern, least, most) == expected
 
 
 # ---------------------------------------------------------------- sets of characters

@@ -9,8 +9,9 @@ import jsonschema
 import pytest
 import xgrammar
 
+from worker.structured_output.ebnf import to_text
 from worker.structured_output.error import GrammarError
-from worker.structured_output.structural_tag import structural_tag_to_ebnf
+from worker.structured_output.structural_tag import structural_tag_rules
 
 PERSON = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 JSON = {"type": "json_schema", "json_schema": PERSON}
@@ -26,7 +27,7 @@ def triggered(**more: Any) -> dict[str, Any]:
 
 def ebnf(tag: Any, special: dict[str, int] | None = None) -> str:
     vocabulary: Any = SimpleNamespace(special=special or {})
-    return structural_tag_to_ebnf(json.dumps(tag if "structures" in tag else {"format": tag}), vocabulary)
+    return to_text(*structural_tag_rules(json.dumps(tag if "structures" in tag else {"format": tag}), vocabulary))
 
 
 @pytest.mark.parametrize(
