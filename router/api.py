@@ -332,7 +332,6 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
         """The version of Shoal."""
         return _json(Version(version))
 
-    @routes.head("/metrics", include_in_schema=False)
     @routes.get("/metrics", responses={200: {"description": "the metrics", "content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""

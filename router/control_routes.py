@@ -73,7 +73,6 @@ def control_routes(models: Models, keys: Keys) -> APIRouter:
 
     probe = _Probe(models)
 
-    @routes.head("/health_generate", include_in_schema=False)
     @routes.get("/health_generate", responses=openapi.answers(Health) | {503: openapi.answers(Health)[200]})
     async def health_generate() -> Response:
         """Whether a replica generates: 200 if one of any model gives a token within 20 s, as `/ready` also where

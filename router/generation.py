@@ -448,8 +448,6 @@ class Answer:
 
     def _push(self, output: Output) -> Piece:
         piece = self.text.push(output)
-        if piece.finish_reason is not None and piece.stop is None:
-            piece.stop_token_id = output.stop_token_id
         self._check = output.check or self._check
         piece.check, piece.sampled_again = self._check, self.sampled_again
         if self._lexer is not None and self._syntax is not None:
@@ -460,6 +458,8 @@ class Answer:
             piece.finish_reason = "length"
         if self._has_calls and piece.finish_reason == "stop":
             piece.finish_reason = "tool_calls"
+        if piece.finish_reason is not None and piece.stop is None:
+            piece.stop_token_id = output.stop_token_id
         return piece
 
     def _read(self, piece: Piece, lexer: Lexer, syntax: AnswerSyntax) -> None:

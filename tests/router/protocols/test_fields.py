@@ -228,7 +228,7 @@ def test_arguments_of_a_past_call_as_an_object(says: Make, sent: Any, seen: str)
     stack = says("x")
     past = [{"role": "assistant", "content": "", "tool_calls": [call(sent)]}]
     ask(stack, CHAT, messages=[*HELLO, *past, {"role": "tool", "tool_call_id": "c", "content": "1"}])
-    assert f"assistant\n{seen}<|im_end|>" in prompt(stack)
+    assert f'{{"name": "f", "arguments": {seen}}}' in prompt(stack)
 
 
 # ---------------------------------------------------------------- thinking
