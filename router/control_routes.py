@@ -62,7 +62,7 @@ def control_routes(models: Models, keys: Keys) -> APIRouter:
         """Ends requests of the same client, by their names: `rid`, `request_id`, X-Request-Id, or the id of an
         answer. Names that are not known, or not the client's, are passed over."""
         body = await models.body(request, AbortRequest)
-        names = [*([] if body.rid is None else [body.rid]), *(body.request_ids or ())]
+        names = [*([body.rid] if body.rid else []), *(body.request_ids or ())]  # an empty one stands for none
         if body.abort_all:
             if not client_of(request).tenant:  # all clients of an open server are one
                 check_admin(request, keys)

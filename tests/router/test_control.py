@@ -175,7 +175,8 @@ def test_a_client_ends_its_own_requests_only(make_stack: Make, make_replica: Mak
 
 
 @pytest.mark.parametrize(
-    ("body", "param"), [({}, "rid"), ({"rid": 1}, "rid"), ({"request_ids": [""]}, "request_ids[0]")]
+    ("body", "param"),
+    [({}, "rid"), ({"rid": ""}, "rid"), ({"rid": 1}, "rid"), ({"request_ids": [""]}, "request_ids[0]")],
 )
 def test_what_names_no_request(stack: Any, body: dict[str, Any], param: str) -> None:
     answer = httpx.post(f"{stack.url}/abort_request", json=body)
