@@ -81,12 +81,15 @@ class Lexer:
         return source.offset if source.kept is None else source.kept
 
     def begins_call(self, is_cut: bool) -> bool:
-        """Whether what is held back begins as a call or a message does, so that it is markup and no text if nothing
+        """Whether what is held back begins as a call or a marker does, so that it is markup and no text if nothing
         follows. `is_cut`: more would have followed; otherwise only a token says so."""
-        marker = self._reader.pending
+        marker, rest = self._reader.pending, self._source.text[self._source.at :]
+        format = self._reader.format
+        if format.tools is not None and any(piece in rest for piece in format.tools.pieces):
+            return any(mark.startswith(rest) for mark in format.markers)
         if not marker or marker == self._tools.bare:
             return False
-        return is_cut or marker in self._reader.format.bound_markers
+        return is_cut or marker in format.bound_markers
 
     @property
     def is_thinking(self) -> bool:

@@ -10,7 +10,7 @@ from router.conversation import Tool
 from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta
 from router.formats.format import Markers, OutputFormat
 from router.formats.source import Reading, Source
-from router.formats.typed_values import as_object, is_text
+from router.formats.typed_values import as_object, is_text, unwrapped, wrappers
 
 # What JSON allows in a string, and what of an escape may still become one.
 _STRING = re.compile(r'[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+')
@@ -49,6 +49,7 @@ class AnswerReader:
         self.thinking_tokens = 0
         self.tokens_before_call: int | None = None
         self.pending = ""
+        self._called = ""
         self._thinking_since: int | None = None
 
     def text(self, text: str) -> None:
@@ -94,6 +95,7 @@ class AnswerReader:
         if self.is_thinking:
             self.close_thinking(self.tokens_before_call)
         self.pending = ""
+        self._called = name
         self.source.release()
         self.out.append(CallBegin(self.index, name, call_id))
         self.index += 1
@@ -120,16 +122,45 @@ class AnswerReader:
             self.arguments("{}")
             self.end()
             return True
-        if first in "{[":
+        parts: list[str] = []
+        if (yield from self._sees_wrapper()):
+            complete = yield from self.read_value(parts.append, ends)
+            self.arguments(self._without_wrapper("".join(parts)) if complete else "".join(parts))
+        elif first in "{[":
             complete = yield from self.read_value(self.arguments, ends, to_arguments=True)
         else:
-            parts: list[str] = []
             complete = yield from self.read_value(parts.append, ends)
             self.arguments(as_object("".join(parts)) if complete else "".join(parts))
         if not complete:
             return (yield from self.read_raw(ends))
         self.end()
         return True
+
+    def _sees_wrapper(self) -> Reading[bool]:
+        """Whether the arguments that come next begin with an object under a name that the tool does not have."""
+        source, tool = self.source, self.tools.get(self._called)
+        names = () if tool is None else sorted(wrappers(tool.parameters))
+        if not names:
+            return False
+        start = source.keep()
+        found = True
+        for expected in (("{",), tuple(f'"{name}"' for name in names), (":",), ("{",)):
+            found = bool((yield from source.accept(*expected)))
+            if not found:
+                break
+            yield from source.space()
+        source.go_to(start)
+        source.release()
+        return found
+
+    def _without_wrapper(self, raw: str) -> str:
+        """The arguments in a wrapper; the text itself if they are none of the tool's, or not all that there is."""
+        try:
+            (value,) = json.loads(raw).values()
+        except (ValueError, RecursionError):
+            return raw
+        inner = json.dumps(value, ensure_ascii=False)
+        return raw if unwrapped(inner, self.tools[self._called].parameters) is None or not is_text(inner) else inner
 
     def read_raw(self, ends: tuple[str, ...]) -> Reading[bool]:
         """Passes on as arguments what comes before one of the markers. Returns whether there was one."""

@@ -11,14 +11,13 @@ from router.deltas import CallArguments
 from router.formats.format import TaggedCall
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
-from router.formats.typed_values import as_object, mended, plain, typed, value_types
+from router.formats.typed_values import as_object, plain, typed, unwrapped, value_types, wrappers
 
 _STRING = frozenset({"string"})
 _LONGEST_NAME = 256
 _NAME = re.compile(r"[^<>{}]*")
 _KEY = re.compile(r"[^<>]*")
 _ANYTHING: Mapping[str, Any] = {}
-_WRAPPERS = frozenset({"arguments", "input"})  # parameters that no tool has, around all that it has
 
 
 def read_tagged(reader: AnswerReader, syntax: TaggedCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
@@ -33,11 +32,6 @@ def read_tagged(reader: AnswerReader, syntax: TaggedCall, ends: tuple[str, ...],
     reader.begin(name)
     tool = reader.tools.get(name)
     return (yield from _Arguments(reader, syntax, ends, None if tool is None else tool.parameters).read())
-
-
-def _properties(schema: Mapping[str, Any]) -> frozenset[str]:
-    declared = schema.get("properties")
-    return frozenset(declared) if isinstance(declared, Mapping) else frozenset()
 
 
 def _name(reader: AnswerReader, syntax: TaggedCall) -> Reading[str | None]:
@@ -62,7 +56,7 @@ class _Arguments:
         self._source = reader.source
         self._syntax = syntax
         self._schema = _ANYTHING if schema is None else schema
-        self._wrappers = frozenset() if schema is None else _WRAPPERS - _properties(schema)
+        self._wrappers = wrappers(schema)
         self._held = "", ""  # the key and the value of an argument that may be all of them
         self._count = 0
         self._stray: list[str] = []  # what is no argument
@@ -113,12 +107,7 @@ class _Arguments:
 
     def _unwrapped(self) -> str | None:
         """The value of the only argument, if that is an object of all arguments of the tool; otherwise None."""
-        value = self._held[1]
-        inner = as_object(value)
-        if not value or not inner.startswith("{") or (read := mended(inner)) is None:
-            return None
-        keys = json.loads(read).keys()
-        return inner if not keys or keys & _properties(self._schema) else None
+        return unwrapped(as_object(self._held[1]), self._schema) if self._held[1] else None
 
     def _leave_stray(self) -> Reading[None]:
         """Goes to the next argument or to the end of the call. White space on the way is dropped."""

@@ -19,6 +19,7 @@ _WRONG_ESCAPE = re.compile(r"""\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|'|)""")
 # Strings of Python, and in them what may not stand there as it is.
 _PYTHON_STRING = re.compile(r"""('{3}|"{3}|'|")((?:\\.|(?!\1)[^\\])*)\1""", re.DOTALL)
 _CONTROL = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
+_WRAPPERS = frozenset({"arguments", "input"})
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _DEPTH = 16  # references and unions further down are not followed
 
@@ -157,6 +158,25 @@ def _without_controls(string: re.Match[str]) -> str:
 def _written(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_text(text) else json.dumps(value)
+
+
+def wrappers(parameters: Mapping[str, Any] | None) -> frozenset[str]:
+    """The names under which models put all arguments of a tool, and which its parameters do not have; none for a tool
+    that is not known."""
+    return frozenset() if parameters is None else _WRAPPERS - _properties(parameters)
+
+
+def unwrapped(value: str, parameters: Mapping[str, Any]) -> str | None:
+    """The JSON of the value of a wrapper, if it is an object with arguments of the tool; otherwise None."""
+    if not value.startswith("{") or (read := mended(value)) is None:
+        return None
+    keys = json.loads(read).keys()
+    return value if not keys or keys & _properties(parameters) else None
+
+
+def _properties(parameters: Mapping[str, Any]) -> frozenset[str]:
+    declared = parameters.get("properties")
+    return frozenset(declared) if isinstance(declared, Mapping) else frozenset()
 
 
 def is_text(text: str) -> bool:
