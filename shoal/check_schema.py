@@ -18,7 +18,6 @@ from pathlib import Path
 
 from shoal.help import Parser
 
-
 _SHOWN = 20
 
 
