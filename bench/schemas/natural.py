@@ -110,7 +110,11 @@ def natural(schema: Any, seed: str, count: int) -> tuple[list[Any], list[Any]]:
 
 def _is_found(pattern: str, text: str) -> bool:
     r"""Whether ECMA 262 finds the pattern, for which \w and \d are in ASCII, and $ is the end alone."""
-    return re.search(re.sub(r"(?<!\\)\$", r"\\Z", pattern), text, re.ASCII) is not None
+    at_end = re.sub(r"(?<!\\)\$(?=$|\||\))", r"\\Z", pattern)
+    try:
+        return re.search(at_end, text, re.ASCII) is not None
+    except re.error:  # a set has what looks like an end
+        return re.search(pattern, text, re.ASCII) is not None
 
 
 def _pattern_of_ecma(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[ValidationError]:
@@ -122,10 +126,10 @@ def is_writable(matcher: Any, value: Any) -> bool:
     """Whether a grammar allows the value in JSON, with its members in some order. `matcher`: at its beginning."""
     if matcher.accept_string(json.dumps(value, ensure_ascii=False)):
         return bool(matcher.is_completed())
-    return _Writer(matcher).writes(value) and bool(matcher.is_completed())
+    return _ValueWriter(matcher).writes(value) and bool(matcher.is_completed())
 
 
-class _Writer:
+class _ValueWriter:
     """Writes one value. Members come in the order in which the grammar has them: one that leads past others, which
     could have come before, is not next."""
 

@@ -30,7 +30,7 @@ class _Watched:
 
     @property
     def told(self) -> SchemaCheck:
-        """What is known before the answer is judged."""
+        """The check before the answer is judged."""
         return SchemaCheck(self.not_enforced, narrowed=self.narrowed)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from worker.structured_output.answer_verdict import AnswerToCheck, answer_verdict
 from worker.structured_output.call_formats import MARKERS
+from worker.structured_output.charset import category
 from worker.structured_output.client_lark import client_lark, is_lark, lark_error
 from worker.structured_output.ebnf import START, Node, Ref, prune, rule_text, seq, to_text
 from worker.structured_output.engines import (
@@ -104,6 +105,8 @@ class Compilation:
         apart = self._vocabulary.lazy_bytes(MARKERS)
         plain = LazyVocabulary(texts, eos_token_ids)
         self._lazy = plain, plain if apart == texts else LazyVocabulary(apart, eos_token_ids)
+        for escape in "dsw":
+            category(escape)  # kept for the forks, each of which would need 0.1 s for one
         self._threads = max(1, min(4, (os.cpu_count() or 1) // 2))
 
     def run(

@@ -205,7 +205,7 @@ def _with_point(low: Bound, high: Bound | None, length: int) -> list[str]:
 
 
 def _after(at: int, length: int, low: list[int] | None, high: list[int] | None) -> str | None:
-    """What may follow `at` digits that are those of `low` and of `high`, or between them where one is None."""
+    """A pattern of the text after `at` digits, which are those of `low` and of `high`, or within one that is None."""
     if at < length:
         first = 1 if at == 0 and length > 1 else 0
         choices = list(_next(at, length, low, high, first))

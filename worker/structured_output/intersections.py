@@ -13,8 +13,8 @@ from worker.structured_output.lazy_matcher import LazyVocabulary
 
 
 def intersection(parts: Sequence[Node], what: str) -> Node:
-    """What all parts match, NEVER if that is nothing. `what`: keywords and their place. Raises GrammarError if there is
-    no telling."""
+    """A node for what all parts match, NEVER if that is nothing. `what`: keywords and their place, for messages. Raises
+    GrammarError if there is no telling."""
     found = tuple(map(without_dead_ends, parts))
     if NEVER in found:
         return NEVER

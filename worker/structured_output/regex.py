@@ -12,6 +12,7 @@ import re._parser as parser
 import warnings
 from collections.abc import Callable
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from worker.structured_output import charset
@@ -44,12 +45,14 @@ Spell = Callable[[Ranges], str | None]
 Items = list[tuple[Any, Any]]
 
 
+@lru_cache(512)  # schemas ask for the same formats and patterns many times
 def whole(pattern: str, spell: Spell) -> str | None:
     """The notation for texts that match `pattern` as a whole, or None if no text does. `spell`: a pattern of one
     character of a set, None if it has none that can be written. Raises GrammarError."""
     return _RegexConverter(spell, searches=False).convert(list(_parse(pattern)))
 
 
+@lru_cache(512)
 def found(pattern: str, spell: Spell) -> str | None:
     """The notation for texts in which `pattern` is found, or None if there are none. Raises GrammarError."""
     return _RegexConverter(spell, searches=True).convert(list(_parse(pattern)))
@@ -63,7 +66,7 @@ def keeps(pattern: str, least: int, most: int | None) -> bool:
 
 
 def repeated(pattern: str, spell: Spell) -> tuple[str, int, int | None] | None:
-    """Of a pattern of texts of one character, such as ^[a-z]*$: the notation for it, and how often it comes. None for
+    """The one character of a pattern such as ^[a-z]*$, in the notation, and how often it comes. None for
     other patterns, and for a character that cannot be written."""
     items = list(_parse(pattern))
     if not (_is_anchored(items) and len(items) == 3 and items[1][0] in (op.MAX_REPEAT, op.MIN_REPEAT)):
@@ -101,9 +104,10 @@ def check(pattern: str) -> bool:
     return True
 
 
+@lru_cache(512)
 def counted(pattern: str) -> tuple[int, int]:
-    """Of a pattern of the notation: the number of characters, and of sets of them, each as often as it is counted; and
-    the largest count."""
+    """Number of characters, and of sets of them, in a pattern of the notation, each as often as it is counted; and the
+    largest count."""
     return _counted(list(parser.parse(pattern)))
 
 
@@ -168,7 +172,7 @@ def _has_anchor(items: Items, *, start: bool) -> bool:
 
 
 class _Edge(Enum):
-    """What comes before, or after, a part of a pattern."""
+    """Text before, or after, a part of a pattern."""
 
     TEXT = "other parts"
     NOTHING = "nothing: an anchor stands there, or may"
@@ -204,7 +208,7 @@ class _RegexConverter:
         return at_start + out + at_end
 
     def _edge(self, items: Items, edge: _Edge, *, start: bool) -> tuple[str, _Edge]:
-        """What is written at an edge of the items, and what they have there then."""
+        """The notation at an edge of the items, and what they have there then."""
         if edge is not _Edge.ANYTHING:
             return "", edge
         if items and _is_anchor(items[0 if start else -1], start=start):

@@ -6,8 +6,8 @@ A grammar may be narrower than its schema:
 - Whitespace is at most one space after a comma or a colon.
 - Integers have no point and no exponent. A number with a limit has one digit before the point if it has an exponent. It
   differs within 15 digits from a limit that is exclusive.
-- Characters that need no escape are not escaped, but for `/`, `<`, `>`, `&`, `'` and those beyond ASCII, where a string
-  has limits, and in names of members beside declared ones.
+- Characters that need no escape are not escaped where a string has limits, nor in names that are not declared; `/`,
+  `<`, `>`, `&`, `'` and those beyond ASCII may be.
 - Formats have the forms that every reader accepts (`formats.py`).
 - Where `not`, or the other branches of `oneOf`, leave out more than keywords can say, the rest is left out.
 - Within items that must differ (`uniqueItems`), each value has one spelling, and objects have named properties only, or
@@ -194,7 +194,7 @@ class SchemaConverter:
         return rules
 
     def nothing(self, root: Node) -> GrammarError:
-        """What to say of `root`, which matches nothing."""
+        """The refusal of `root`, which matches nothing."""
         way = dead_end({**self._rules, START: root}, START)
         at = next((self._places[name] for name in reversed(way) if name in self._places), "#")
         return GrammarError(

@@ -161,7 +161,7 @@ def narrowed_of_string(schema: Schema) -> list[str]:
 
 
 def inside(form: str | None, expression: str | None, least: int, most: int | None, at: str, spell: Spell) -> list[Node]:
-    """What the inside of a string matches: all of the nodes."""
+    """The nodes of the inside of a string, which matches all of them."""
     limits = [Repeat(Regex(spell(SCALARS) or ""), least, most)] if least or most is not None else []
     try:
         patterns = () if expression is None else parts_of(expression)

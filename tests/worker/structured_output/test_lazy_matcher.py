@@ -219,7 +219,7 @@ def test_a_batch_of_nothing_but_end_tokens(
 def test_an_output_whose_automata_grow_too_large_does_not_end(
     walker: Walker, vocabulary: LazyVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.structured_output.lazy_grammar._MOST_STATES", 40)
+    monkeypatch.setattr("worker.structured_output.lazy_grammar._MOST_STATES", 8)
     matcher = lazy(vocabulary, text_rules("regex", "(?:a|b)*a(?:a|b){12}c"))
     choose = random.Random(0)
     while (tokens := allowed(matcher, walker)) and matcher.accept_token(choose.choice(tokens)):
