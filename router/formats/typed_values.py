@@ -141,7 +141,7 @@ class _AsPython(ast.NodeTransformer):
         return ast.List([self.visit(each) for each in node.elts], ast.Load())
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        texts = [each.value for each in node.values if isinstance(each, ast.Constant)]
+        texts = [str(each.value) for each in node.values if isinstance(each, ast.Constant)]
         return ast.Constant("".join(texts)) if len(texts) == len(node.values) else node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
