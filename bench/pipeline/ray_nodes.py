@@ -86,7 +86,7 @@ class Nodes:
                 time.sleep(0.2)
 
     def call(self, function: Callable[..., Result], *arguments: Any, gpus: int = 0) -> Result:
-        """Runs `function` on a node, with so many GPUs."""
+        """Runs `function` on a node. `gpus`: how many it may use there."""
         result: Result = ray.get(ray.remote(function).options(num_cpus=0, num_gpus=gpus).remote(*arguments))  # type: ignore[attr-defined]
         return result
 
