@@ -22,7 +22,7 @@ from worker.folders import cache_folder
 Progress = Callable[[str], None]
 
 _MANIFEST = "manifest.json"
-_FORMAT = 2  # raised when the conversion changes, so that older results are made again
+_FORMAT = 3  # raised when the conversion changes, so that older results are made again
 
 
 class ModelError(Exception):

@@ -38,12 +38,12 @@ def convert(path: Path, folder: Path, say: Callable[[str], None], kept: Kept = "
         from transformers import GenerationConfig
 
         with _alone(path) as only, _parsed_once(), _bars_on_terminals_only():
-            config = _config(only)
+            config, ends = _config(only), _end_ids(only)
             tokenizer = _tokenizer(only, config.max_position_embeddings)
             if kept == "blocks":
                 say(f"reading where the matrices of {path.name} are")
                 gguf_index.write(path, config, folder)
-        _write(folder, config, GenerationConfig.from_model_config(config), tokenizer)
+        _write(folder, config, GenerationConfig.from_model_config(config), tokenizer, ends)
         return
     say(f"reading {path.name} and dequantising it to float32")
     import torch
@@ -52,6 +52,7 @@ def convert(path: Path, folder: Path, say: Callable[[str], None], kept: Kept = "
 
     with _alone(path) as only, _parsed_once(), _bars_on_terminals_only():
         _config(only)  # raises before the work
+        ends = _end_ids(only)
         model = AutoModelForCausalLM.from_pretrained(only.parent, gguf_file=only.name, dtype=torch.float32)
         tokenizer = _tokenizer(only, model.config.max_position_embeddings)
     config = model.config
@@ -60,7 +61,7 @@ def convert(path: Path, folder: Path, say: Callable[[str], None], kept: Kept = "
         state.pop("lm_head.weight", None)
     say(f"writing {sum(tensor.nbytes for tensor in state.values()) / 1e6:.0f} MB of float32 weights")
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    _write(folder, config, model.generation_config, tokenizer)
+    _write(folder, config, model.generation_config, tokenizer, ends)
 
 
 def _config(path: Path) -> Any:
@@ -81,7 +82,20 @@ def _config(path: Path) -> Any:
     return config
 
 
-def _write(folder: Path, config: Any, generation_config: Any, tokenizer: Any) -> None:
+def _end_ids(path: Path) -> list[int]:
+    """The tokens that end a text, a turn or a message by the file."""
+    import gguf
+
+    fields = gguf.GGUFReader(str(path)).fields
+    said = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(int(field.contents()) for field in said if field is not None))
+
+
+def _write(folder: Path, config: Any, generation_config: Any, tokenizer: Any, ends: list[int]) -> None:
+    said = generation_config.eos_token_id
+    known = said if isinstance(said, list) else [] if said is None else [said]
+    if more := [end for end in ends if end not in known]:
+        generation_config.eos_token_id = [*known, *more]
     # Left in place, they would make transformers look for the GGUF again when it loads the folder.
     for leftover in ("quantization_config", "_model_name_or_path"):
         if hasattr(config, leftover):

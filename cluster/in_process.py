@@ -35,6 +35,7 @@ OTHER_SETTINGS = (
     "served_model_name",
     "max_body_bytes",
     "max_prompts",
+    "clamp_max_tokens",
     "max_priority",
     "sampling_defaults",
     "pooling",

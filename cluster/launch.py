@@ -41,7 +41,6 @@ from router.auth import Keys
 POLL_S = 0.2
 START_S = 600.0  # that a server without replicas may take
 ATTEND_S = 2.0  # between looks at a server that runs
-FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
 
 class LaunchError(RuntimeError):
@@ -508,7 +507,9 @@ def _failure(overview: ApplicationStatusOverview | None) -> str | None:
     if overview is None:
         return None
     messages = [deployment.message for deployment in overview.deployments.values()]
-    if not any("failed to start" in message for message in messages) and overview.status not in FAILED:
+    # Where the application is unhealthy, a replica has died that had started: Serve puts another in its place.
+    has_failed = overview.status == ApplicationStatus.DEPLOY_FAILED
+    if not has_failed and not any("failed to start" in message for message in messages):
         return None
     text = "\n".join([*messages, overview.message])
     if named := re.findall(r"ReplicaError: (.+)", text):

@@ -29,7 +29,7 @@ _HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _HUB_FILES = ["*.jinja", "tokenizer.model", "merges.txt", "config.json", "generation_config.json"]
 _HUB_FILES += ["tokenizer*.json", "special_tokens_map.json"]
 _HUB_FILES += ["hf_quant_config.json"]  # how Model Optimizer quantized it
-_HUB_FILES += ["added_tokens.json", "vocab.json", "chat_template.json"]
+_HUB_FILES += ["added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json"]
 _HUB_FILES += ["modules.json", "1_Pooling/config.json"]  # how embeddings are made
 # Other formats and second copies of the weights: all folders but those whose name ends as that of 1_Pooling.
 _HUB_IGNORE = ["*[!g]/*", "*[!n]g/*", "consolidated*"]

@@ -16,7 +16,9 @@ from router.pooling import Pooling
 from router.replicas import Replicas
 from router.service import Placer, Service
 from router.tokenizer import Tokenizer
+from router.turn_ends import unended_turn
 from router.upstream import Upstream
+from worker.models.end_tokens import eos_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,14 @@ def open_service(
     for problem in defaults.problems:
         log.warning("%s", problem)
     tokenizer = Tokenizer.from_folder(folder)
+    output_format = tokenizer.output_format(config.tool_call_parser, config.reasoning_parser, model_config(folder))
+    if (written := unended_turn(tokenizer, output_format, eos_token_ids(folder, None))) is not None:
+        log.warning(
+            "%s: the chat template ends turns with %r, which is no end token, so answers may go on behind it: add it "
+            "to eos_token_id in generation_config.json",
+            config.name,
+            written,
+        )
     return Service(
         tokenizer,
         replicas,
@@ -50,7 +60,7 @@ def open_service(
         model=config.name,
         context_length=config.context_length or context_length(folder) or UNKNOWN_CONTEXT,
         defaults=defaults,
-        output_format=tokenizer.output_format(config.tool_call_parser, config.reasoning_parser, model_config(folder)),
+        output_format=output_format,
         config=config,
         pooling=Pooling.read(folder, config, config.name),
         sleep=Sleep(config.start_timeout_s) if config.may_sleep else None,

@@ -17,6 +17,7 @@ when the machine does; else as a process of its own, which cron starts when the 
 
 import contextlib
 import ctypes
+import getpass
 import os
 import re
 import resource
@@ -339,6 +340,8 @@ WantedBy=default.target
 """
     )
     # Without lingering, the user's systemd would end with the login.
+    if not _lingers():
+        (folder() / "linger").touch()
     commands = ("loginctl enable-linger", "systemctl --user daemon-reload", f"systemctl --user enable --now {UNIT}")
     for command in commands:
         done = _to_systemd(command)
@@ -347,6 +350,11 @@ WantedBy=default.target
             unit.unlink()
             return False
     return True
+
+
+def _lingers() -> bool:
+    """Whether the user's systemd starts with the machine and outlives logins."""
+    return "yes" in _to_systemd(f"loginctl show-user --property=Linger {getpass.getuser()}").stdout
 
 
 def _to_systemd(command: str) -> "subprocess.CompletedProcess[str]":
@@ -389,6 +397,8 @@ def stop() -> int:
         _to_systemd(f"systemctl --user kill --signal=KILL {UNIT}")
         _to_systemd(f"systemctl --user disable --now {UNIT}")
         unit_file().unlink()
+        if (folder() / "linger").exists():
+            _to_systemd("loginctl disable-linger")
     _change_cron(None)
     if (running := supervisor()) is not None:
         running.suspend()

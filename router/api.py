@@ -32,10 +32,11 @@ from router.auth import Keys, client_of
 from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
 from router.choices import ChoicesFormat, choices_job
+from router.control_routes import control_routes
 from router.embedding_routes import embedding_routes
 from router.errors import ApiError, invalid
 from router.generation import Format, Generation
-from router.middleware import Guarded, Observed
+from router.middleware import IGNORED, Guarded, HeadAsGet, Observed
 from router.models import ListedModel, Models
 from router.page.routes import page_routes
 from router.prepared_request import PreparedRequest, chat_job, completion_job
@@ -111,6 +112,7 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
     app.include_router(_model_routes(models), dependencies=dependencies)
     app.include_router(adapter_routes(models), dependencies=dependencies)
     app.include_router(_operator_routes(models, app.version))
+    app.include_router(control_routes(models, keys))
     app.include_router(page_routes(models, app.version, bool(keys)))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -122,10 +124,11 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
             allow_origins=config.origins,
             allow_methods=["GET", "POST", "HEAD", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[request_id.HEADER, "Retry-After", "request-id", *RATE_LIMIT_HEADERS],
+            expose_headers=[request_id.HEADER, "Retry-After", "request-id", IGNORED, *RATE_LIMIT_HEADERS],
             max_age=PREFLIGHT_S,
         )
     app.add_middleware(Observed, metrics=models.metrics, shutdown=models.shutdown, answers_id=answers_id)
+    app.add_middleware(HeadAsGet)
     _document(app, models, keys)
     return app
 
@@ -136,6 +139,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
     errors = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503, 504)
 
     async def answer(request: Request, service: Service, stream: bool, job: PreparedRequest, form: Format) -> Response:
+        request.state.also_named(job.id)
         generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
         if stream:
             return EventStream(generation.stream)
@@ -165,6 +169,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
             service.config.max_prompts,
             arrived,
             branch_call(body.program, keys.tenant(request)),
+            service.config.clamp_max_tokens,
         )
         return await answer(request, service, bool(body.stream), job, ChatFormat(job, service.model, service.tokenizer))
 
@@ -191,6 +196,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
                 service.config.max_prompts,
                 arrived,
                 continued_branches(service.programs, call, keys.tenant(request)),
+                service.config.clamp_max_tokens,
             )
 
         calls = [service.defaults.complete(call) for call in template_calls(body)]
@@ -199,6 +205,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
             form = CompletionFormat(job, service.model, service.tokenizer)
             return await answer(request, service, bool(body.stream), job, form)
         state = request.state
+        state.also_named(job.id)
         template = TemplateStream(service, calls, job, prepared, state.name, state.ticket, state.timeout_s)
         return EventStream(template.stream)
 
@@ -268,7 +275,8 @@ def _model_routes(models: Models) -> APIRouter:
         """The tokens of a text or of a conversation."""
         service, body, size = await models.read(request, TokenizeRequest)
         tokens = await service.in_thread(size, _tokens, service, body)
-        return _json(TokenizeResponse(tokens, len(tokens), service.context_length))
+        spelled = service.tokenizer.spelled(tokens) if body.return_token_strs else None
+        return _json(TokenizeResponse(tokens, len(tokens), service.context_length, spelled))
 
     @routes.post(
         "/detokenize",
@@ -302,8 +310,6 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
     def reached() -> dict[str, int]:
         return {service.model: len(service.replicas.ready) for service in models.services}
 
-    # Load balancers ask with HEAD.
-    @routes.head("/health", include_in_schema=False)
     @routes.post("/ping", include_in_schema=False)  # SageMaker's name for it
     @routes.get("/ping", responses=openapi.answers(Health))
     @routes.get("/health", responses=openapi.answers(Health))
@@ -311,7 +317,6 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
         """Whether this process is alive: answers 200 while it is."""
         return _json(Health("ok", sum(reached().values()), reached()))
 
-    @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", responses=openapi.answers(Health) | {503: openapi.answers(Health)[200]})
     async def ready() -> Response:
         """Whether a request would be answered now: 200 if any model has a replica that is connected and not silent,
@@ -378,15 +383,13 @@ def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
         raise invalid("Send either 'prompt' or 'messages'.", "prompt")
     tokenizer = service.tokenizer
     if body.prompt is not None:
-        if body.add_generation_prompt:
-            raise invalid("'add_generation_prompt' is for 'messages'.", "add_generation_prompt")
-        if body.chat_template_kwargs:
-            raise invalid("'chat_template_kwargs' is for 'messages'.", "chat_template_kwargs")
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise invalid(f"{name!r} is for 'messages'.", name)
         return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-    assert body.messages is not None
     conversation = tokenized_conversation(body)
     try:
-        text = chat_prompt(conversation, service.output_format, tokenizer, body.add_generation_prompt is not False)
+        text = chat_prompt(conversation, service.output_format, tokenizer)
     except TemplateError as error:
         raise invalid(str(error), error.param) from None
     return tokenizer.encode(text, bool(body.add_special_tokens))
@@ -401,6 +404,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answers the framework's own refusals: routes and methods that do not exist."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404 and request.url.path.startswith("/v1/conversations"):
+        message += ". This server keeps responses, not conversations: send 'previous_response_id' to /v1/responses."
     known = ApiError(error.status_code, message, headers=dict(error.headers or {}))
     return error_response(known, request.scope)
 
@@ -419,6 +424,7 @@ def _document(app: FastAPI, models: Models, keys: Keys) -> None:
         highest = [service.config.max_priority for service in models.services] or [INT32]
         by_key = keys.highest_priority
         most = max(highest) if by_key is None else max(*highest, by_key)
-        return openapi.completed(make(), names, vocab_size, most)
+        is_needed = len(models.services or models.upstreams) > 1
+        return openapi.completed(make(), names, vocab_size, most, is_needed)
 
     app.openapi = page  # type: ignore[method-assign]

@@ -11,8 +11,10 @@ from starlette.requests import ClientDisconnect
 
 from router.errors import ApiError, busy, invalid
 from router.literals import allowed_values
+from router.neutral_fields import without_neutral
 from router.requests import Body
 from router.sse import ClientGone
+from router.unknown_fields import without_unknown
 
 Known = TypeVar("Known", bound=Body)
 
@@ -96,11 +98,11 @@ async def _read(request: Request, max_bytes: int, held: HeldBytes) -> bytearray:
     return body
 
 
-def parse(model: type[Known], body: bytes) -> Known:
+def parse(model: type[Known], body: bytes, passed_over: set[str] | None = None) -> Known:
     """Decodes `body` as `model`. Raises ApiError (400) that names the parameter at fault. Stops at the first fault, so
-    that a body full of faults costs no more than a good one."""
+    that a body full of faults costs no more than a good one. `passed_over` gets the names of what is passed over."""
     try:
-        request = msgspec.json.decode(body, type=model)
+        request = _decoded(model, body, passed_over)
     except msgspec.ValidationError as error:
         raise _explained(str(error), model) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -111,16 +113,48 @@ def parse(model: type[Known], body: bytes) -> Known:
     return request
 
 
-def read_as(kind: Any, value: Any, param: str) -> Any:
-    """Reads what is inside a body, decoded already, as `kind`: a type of `Body`, or a union of some. Raises ApiError
-    (400) that names the parameter at fault, below `param`."""
+def _decoded(model: type[Known], body: bytes, passed_over: set[str] | None) -> Known:
+    """The body as `model`, without what asks for nothing: fields of other servers at their neutral values, and what
+    `without_unknown` passes over. Raises msgspec's exceptions: that of JSON which is broken before that of a field."""
     try:
-        read = msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise _explained(str(error), kind, param) from None
+        return msgspec.json.decode(body, type=model)
+    except msgspec.ValidationError:
+        value = msgspec.json.decode(body)  # the fault may come before the end that is missing
+        kept, passed = without_unknown(without_neutral(value, model), model)
+        if kept == value:
+            raise
+    read = msgspec.convert(kept, model)
+    if passed_over is not None:
+        passed_over.update(passed)
+    return read
+
+
+def read_as(kind: Any, value: Any, param: str, passed_over: set[str] | None = None) -> Any:
+    """Reads what is inside a body, decoded already, as `kind`: a type of `Body`, or a union of some. Raises ApiError
+    (400) that names the parameter at fault, below `param`. `passed_over` gets the names of what is passed over."""
+    try:
+        try:
+            read = msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            read = _leniently(value, kind, param, error, passed_over)
     except RecursionError:
         raise invalid(f"{param!r} is nested too deeply.", param) from None
     _refuse_flags(read, f"{param}.")
+    return read
+
+
+def _leniently(value: Any, kind: Any, param: str, fault: msgspec.ValidationError, passed_over: set[str] | None) -> Any:
+    """The value as `kind`, without what may be passed over. Raises the ApiError for `fault` where that is nothing, or
+    for another fault."""
+    kept, passed = without_unknown(value, kind, param)
+    if not passed:
+        raise _explained(str(fault), kind, param) from None
+    try:
+        read = msgspec.convert(kept, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), kind, param) from None
+    if passed_over is not None:
+        passed_over.update(passed)
     return read
 
 

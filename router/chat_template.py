@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -49,10 +49,17 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """The chat template of one model. `source` is its text. Models come from strangers, so templates run in Jinja's
-    sandbox."""
+    """The chat template of one model. Models come from strangers, so templates run in Jinja's sandbox.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    | attribute | meaning |
+    | --- | --- |
+    | `source` | its text |
+    | `for_tools` | the text of the template that is used where there are tools |
+    | `takes_tools` | whether that has a place for tools |
+    | `reads_tools_of_messages` | whether it looks for tools in messages alone |
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], for_tools: str | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -60,27 +67,41 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.source = source
+        self.for_tools = source if for_tools is None else for_tools
         self._template = environment.from_string(source)
+        self._with_tools = self._template if for_tools is None else environment.from_string(for_tools)
+        tree = environment.parse(self.for_tools)
+        of_request = "tools" in meta.find_undeclared_variables(tree)
+        of_messages = any(node.attr == "tools" for node in tree.find_all(nodes.Getattr)) or any(
+            isinstance(node.arg, nodes.Const) and node.arg.value == "tools" for node in tree.find_all(nodes.Getitem)
+        )
+        self.takes_tools = of_request or of_messages
+        self.reads_tools_of_messages = of_messages and not of_request
         self._special_tokens = dict(special_tokens)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTemplate | None":
-        """The template of a Hugging Face folder: `chat_template.jinja`, or the one in `tokenizer_config.json`; None if
-        the model has none."""
-        config: dict[str, Any] = {}
-        if (folder / "tokenizer_config.json").exists():
-            config = json.loads((folder / "tokenizer_config.json").read_text())
-        source = config.get("chat_template")
-        if isinstance(source, list):  # several templates, by name
-            source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+        """The template of a Hugging Face folder; None if the model has none.
+
+        Of several places, the first that has one counts: `chat_template.jinja`, `tokenizer_config.json`, and the files
+        of processors, where models with a vision part may have theirs. Of several templates by name, `default` counts,
+        and `tool_use` where there are tools.
+        """
+        named: dict[str, str] = {}
+        for name in ("tokenizer_config.json", "chat_template.json", "processor_config.json"):
+            source = _json_file(folder / name).get("chat_template")
+            if isinstance(source, list):
+                named = {entry["name"]: entry["template"] for entry in source} | named
+            elif isinstance(source, dict):
+                named = source | named
+            elif isinstance(source, str):
+                named.setdefault("default", source)
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            named[path.stem] = path.read_text(encoding="utf-8")
         if (folder / "chat_template.jinja").exists():
-            source = (folder / "chat_template.jinja").read_text()
-        if source is None:
-            return None
-        tokens = {name: config[name] for name in SPECIAL_TOKENS if config.get(name) is not None}
-        return cls(
-            source, {name: token if isinstance(token, str) else token["content"] for name, token in tokens.items()}
-        )
+            named["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        source = named.get("default") or next(iter(named.values()), None)
+        return None if source is None else cls(source, special_tokens(folder), named.get("tool_use"))
 
     def render(
         self,
@@ -95,10 +116,32 @@ class ChatTemplate:
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools, "documents": None}
         if taken := sorted((arguments or {}).keys() & {*own, *SPECIAL_TOKENS}):
             raise TemplateError(f"{taken[0]!r} is set by the server, leave it out", "chat_template_kwargs")
+        template = self._with_tools if tools else self._template
         try:
-            return self._template.render({**self._special_tokens, **own, **(arguments or {})})
+            return template.render({**self._special_tokens, **own, **(arguments or {})})
         except _REFUSALS as error:
             raise TemplateError(str(error)) from error
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The texts of a model's special tokens, by the names of SPECIAL_TOKENS. Older models have them in a file of their
+    own."""
+    said = _json_file(folder / "special_tokens_map.json")
+    said |= {name: token for name, token in _json_file(folder / "tokenizer_config.json").items() if token is not None}
+    texts = {name: token_content(said.get(name)) for name in SPECIAL_TOKENS}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def token_content(token: Any) -> str | None:
+    """The text of a token, which files have as such or in a description."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is no file."""
+    read = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return read if isinstance(read, dict) else {}
 
 
 def _to_json(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 
-from router.formats.families import PARSERS, THINKING, TOOLS
+from router.formats.families import PARSERS, THINKING, THINKING_ALIASES, TOOL_ALIASES, TOOLS
 
 _ORIGIN = re.compile(r"https?://[^/?#@,\s]+")
 _BASE = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
@@ -40,7 +40,12 @@ class ModelConfig(BaseModel):
         description="seconds that a request, or a stream that lost its replica, waits while no replica is there, "
         "before it ends with no_replica",
     )
-    max_prompts: int = Field(256, ge=1, description="most sequences (prompts times n) per HTTP request")
+    max_prompts: int = Field(2048, ge=1, description="most sequences (prompts times n) per HTTP request")
+    clamp_max_tokens: bool = Field(
+        False,
+        description="whether max_tokens may be more than what the context has left after the prompt: the answer then "
+        "ends there, with finish_reason length; otherwise such a request is refused. Messages are always answered",
+    )
     max_waiting_tokens: int = Field(
         1 << 22,
         ge=1,
@@ -57,15 +62,15 @@ class ModelConfig(BaseModel):
     )
     tool_call_parser: str = Field(
         "auto",
-        description=f"how the model writes calls of tools: {', '.join(sorted(TOOLS))}, openai, or none for text; auto: "
-        "as its chat template says",
-        json_schema_extra={"enum": [*sorted({*PARSERS, *TOOLS})]},
+        description=f"how the model writes calls of tools: {', '.join(sorted(TOOLS))}, openai, another name of "
+        "these in vLLM or SGLang, or none for text; auto: as its chat template says",
+        json_schema_extra={"enum": [*sorted({*PARSERS, *TOOLS, *TOOL_ALIASES})]},
     )
     reasoning_parser: str = Field(
         "auto",
-        description=f"how the model writes what it thinks: {', '.join(sorted(THINKING))}, or none for text; auto: as "
-        "its chat template or vocabulary says",
-        json_schema_extra={"enum": [*sorted({*PARSERS, *THINKING})]},
+        description=f"how the model writes what it thinks: {', '.join(sorted(THINKING))}, another name of "
+        "these in vLLM or SGLang, or none for text; auto: as its chat template or vocabulary says",
+        json_schema_extra={"enum": [*sorted({*PARSERS, *THINKING, *THINKING_ALIASES})]},
     )
     pooling: Literal["auto", "last", "mean"] = Field(
         "auto",
@@ -88,7 +93,8 @@ class ModelConfig(BaseModel):
     @field_validator("tool_call_parser", "reasoning_parser")
     @classmethod
     def _parsers(cls, value: str, info: ValidationInfo) -> str:
-        known = {*PARSERS, *(TOOLS if info.field_name == "tool_call_parser" else THINKING)}
+        of_tools = info.field_name == "tool_call_parser"
+        known = {*PARSERS, *((*TOOLS, *TOOL_ALIASES) if of_tools else (*THINKING, *THINKING_ALIASES))}
         if value not in known:
             raise ValueError(f"there is none of that name; there are {', '.join(sorted(known))}")
         return value

@@ -4,9 +4,17 @@ Chat completions, Responses and Messages each have a reader that makes a `Conver
 written by one of three writers, from the deltas of `router/deltas.py`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+
+def arguments_text(arguments: str | Mapping[str, Any] | None) -> str:
+    """The arguments of a past call as text, in whichever form a client has kept them."""
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments or {}, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -32,12 +40,26 @@ class Message:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. `parameters`: a JSON schema of an object; `strict`: calls must be valid."""
+    """A function that the model may call. `parameters`: a JSON schema of an object; `strict`: calls must be valid.
+    `namespace`: the name that the client has for a group of tools, which `name` begins with."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
+    namespace: str | None = None
+
+    @property
+    def own_name(self) -> str:
+        """The name inside the namespace."""
+        return self.name if self.namespace is None else self.name[len(qualified("", self.namespace)) :]
+
+
+def qualified(name: str, namespace: str | None) -> str:
+    """The name by which the model knows a function of a namespace, or of none."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +87,8 @@ class Conversation:
     """Messages, and what the answer to them may be.
 
     `arguments`: further variables of the chat template. `prefill`: the beginning of the answer, which goes on from
-    there.
+    there; `prefill_thinking` is the thinking before it, which goes on where there is no `prefill`. `begins_answer`:
+    whether the prompt ends where an answer begins.
     """
 
     messages: tuple[Message, ...]
@@ -75,6 +98,8 @@ class Conversation:
     thinking: Thinking = Thinking()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     prefill: str = ""
+    prefill_thinking: str = ""
+    begins_answer: bool = True
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

@@ -25,6 +25,7 @@ def embedding_routes(models: Models, limits: RateLimits) -> APIRouter:
     routes = APIRouter(tags=["embeddings"], dependencies=[Depends(limits.admit)])
 
     async def answer(request: Request, service: Service, job: PreparedRequest, form: Format) -> Response:
+        request.state.also_named(job.id)
         generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
         body = await unless_gone(request.scope, request.receive, generation.whole())
         return Response(body, media_type="application/json")

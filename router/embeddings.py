@@ -2,8 +2,8 @@
 
 import base64
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -12,15 +12,12 @@ from router.generation import WholeFormat
 from router.output_text import Piece
 from router.pooling import Pooling
 from router.prepared_request import Choice, PreparedRequest
-from router.programs import BranchText
-from router.prompts import Prompt, context_room, encode_prompt, separate_prompts
+from router.prompts import Prompt, context_room, separate_prompts, tokenized_prompt
 from router.requests import EmbeddingsRequest
 from router.responses import Embedding, Embeddings, PromptUsage, Usage
-from router.sampling import check_token_ids
 from router.tokenizer import Tokenizer
+from router.truncation import Truncation
 from worker.messages import SamplingParams
-
-_BEGINS = BranchText()  # what an input follows: nothing
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,13 @@ def embeddings_job(
             "dimensions",
             "invalid_value",
         )
+    truncation = Truncation.asked(request, "right")
     inputs = separate_prompts(request.input, "input")
     if len(inputs) > max_sequences:
         raise invalid(f"There are {len(inputs)} inputs; the limit is {max_sequences} in one request.", "input")
-    encode = partial(prompt_tokens, tokenizer=tokenizer, context_length=context_length, param="input")
+    token_ids = pooled_prompts(inputs, tokenizer, context_length, truncation, "input")
     sampling = pooled(pooling)
-    sequences = [Choice(index, Prompt(encode(entry)), sampling, True) for index, entry in enumerate(inputs)]
+    sequences = [Choice(index, Prompt(ids), sampling, True) for index, ids in enumerate(token_ids)]
     prompt_count = sum(len(sequence.prompt.token_ids) for sequence in sequences)
     prepared = without_text("embd-", sequences, prompt_count, "input", arrived)
     return EmbeddingsJob(prepared, pooling, request.dimensions, request.encoding_format == "base64")
@@ -65,13 +63,22 @@ def pooled(pooling: Pooling) -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, pooling=pooling.method)
 
 
-def prompt_tokens(entry: str | list[int], tokenizer: Tokenizer, context_length: int, param: str) -> list[int]:
-    """The tokens of an input, which are not too many and not none. Raises ApiError about `param`."""
-    if isinstance(entry, list):
-        check_token_ids(entry, tokenizer.vocab_size, param)
-    token_ids = entry if isinstance(entry, list) else encode_prompt(entry, tokenizer, context_length, _BEGINS, param)
-    context_room(token_ids, context_length, param)
-    return token_ids
+def pooled_prompts(
+    entries: Sequence[str | list[int]],
+    tokenizer: Tokenizer,
+    context_length: int,
+    truncation: Truncation | None,
+    param: str,
+) -> list[list[int]]:
+    """The tokens of each input, which are not too many, or cut, and not none. Raises ApiError about `param`, or about
+    the entry of it that is at fault."""
+    made = []
+    for index, entry in enumerate(entries):
+        name = param if len(entries) == 1 else f"{param}[{index}]"
+        prompt = tokenized_prompt(entry, tokenizer, context_length, truncation, context_length - 1, name)
+        context_room(prompt.token_ids, context_length, name)
+        made.append(prompt.token_ids)
+    return made
 
 
 def without_text(

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -10,8 +12,9 @@ import msgspec
 from router import request_log
 from router.answer_syntax import AnswerSyntax
 from router.deadline import within
-from router.deltas import CallBegin, CallEnd, Delta
+from router.deltas import CallBegin, CallEnd, Delta, TextDelta
 from router.errors import ApiError, program_unknown
+from router.formats.lexer import Lexer
 from router.output_text import OutputText, Piece, TokenText
 from router.prepared_request import Choice, PreparedRequest
 from router.programs import BranchUnknown, Held, Programs, Turn, kept_tokens
@@ -22,10 +25,13 @@ from router.service import Service, SharedReplica
 from router.sse import Emit
 from router.structure import STRUCTURE
 from router.tokenizer import Tokenizer
+from router.visible_stop import VisibleStop
 from worker.messages import Output, SamplingParams, SchemaCheck, TokenLogprobs
 
 # With a keyword that half of the answers violate, one in 16 is still invalid then.
 _MOST_SAMPLED_AGAIN = 3
+# Sequences of one request that run at once: a request of 2,048 texts must not fill the queues of replicas.
+_MOST_AT_ONCE = 512
 
 NO_USAGE = Usage(0, 0, 0, PromptTokensDetails(0))
 OnPiece = Callable[[Piece], Awaitable[None]]
@@ -148,7 +154,7 @@ class Generation:
     async def _run_all(self, sequences: list[Coroutine[Any, Any, None]]) -> None:
         """Runs the sequences to their ends. Raises ApiError, also when the time is over."""
         async with within(self._timeout_s, self._job.arrived, self._service.missed_deadline):
-            await _together(sequences)
+            await _together(sequences, _MOST_AT_ONCE)
 
     async def _collected(self, sequence: Choice, answer: "Answer") -> Piece:
         """Runs one sequence. Returns all of its text as one piece."""
@@ -160,7 +166,8 @@ class Generation:
             text.append(piece.text)
             whole.tokens += piece.tokens
             whole.token_ids += piece.token_ids
-            whole.finish_reason, whole.stop = piece.finish_reason, piece.stop
+            whole.finish_reason, whole.stop, whole.stop_token_id = piece.finish_reason, piece.stop, piece.stop_token_id
+            whole.prompt_logprobs = piece.prompt_logprobs or whole.prompt_logprobs
             if piece.deltas is not None:
                 deltas.extend(piece.deltas)
                 whole.deltas = deltas
@@ -221,10 +228,13 @@ class Generation:
                             answer.cached_tokens = output.cached_tokens or 0
                             if told is not None:
                                 told.cached_tokens += answer.cached_tokens
+                        if job.prompt_logprobs is not None and output.prompt_logprobs is not None:
+                            await on_piece(Piece(prompt_logprobs=output.prompt_logprobs))
                         if job.echo:
                             prompt = sequence.prompt
-                            await on_piece(answer.text.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
-                        elif output.prompt_logprobs is not None:
+                            of_prompt = _with_top(output.prompt_logprobs, sequence.sampling.logprobs)
+                            await on_piece(answer.text.echo(prompt.token_ids, prompt.text, of_prompt))
+                        elif output.prompt_logprobs is not None and job.prompt_logprobs is None:
                             token_ids = sequence.prompt.token_ids[sequence.sampling.prompt_logprobs_start :]
                             scores = zip(token_ids, output.prompt_logprobs, strict=True)
                             await on_piece(Piece(tokens=[TokenText(0, *score) for score in scores]))
@@ -373,6 +383,9 @@ class Generation:
 class Answer:
     """A sequence as it grows: its text, and what a lexer makes of it.
 
+    With a lexer, stop strings count in the visible text alone. What was promised and is not whole at the end never
+    ended with `stop`: a call that was begun, a call that had to be made, text that had to be JSON.
+
     | attribute | meaning |
     | --- | --- |
     | `text` | the text, before the lexer |
@@ -388,7 +401,7 @@ class Answer:
         syntax = job.syntax
         self.text = OutputText(
             tokenizer,
-            stop=job.stop,
+            stop=job.stop if syntax is None else (),
             include_stop=job.include_stop,
             min_tokens=sequence.sampling.min_tokens,
             skip_special_tokens=job.skip_special_tokens,
@@ -400,7 +413,12 @@ class Answer:
         self._lexer = None if syntax is None else syntax.lexer()
         self._syntax = syntax
         self._one_call = syntax is not None and not syntax.parallel
-        self._has_calls = False
+        self._stop = VisibleStop(job.stop, job.include_stop) if syntax is not None and job.stop else None
+        self._min_tokens = sequence.sampling.min_tokens
+        self._waiting: deque[TokenText] = deque()  # tokens of text that may be part of a stop string
+        self._promised = job.promised
+        self._json: list[str] = []  # the text so far, if it has to be JSON
+        self._has_calls = self._in_call = False
         self.prompt_tokens = len(sequence.prompt.token_ids)
         self.cached_tokens = self.num_drafted = self.num_accepted = self.sampled_again = 0
         self._check: SchemaCheck | None = None
@@ -415,23 +433,91 @@ class Answer:
 
     def push(self, output: Output) -> Piece:
         """The piece that the output adds. A sequence that may have one call ends with it."""
+        if self._stop is None or len(output.token_ids) < 2:
+            return self._push(output)
+        # Which token completes a stop string must not depend on how many came at once.
+        whole = Piece(deltas=[])
+        for part in _one_by_one(output):
+            piece = self._push(part)
+            piece.text, piece.tokens = whole.text + piece.text, whole.tokens + piece.tokens
+            piece.token_ids, piece.deltas = whole.token_ids + piece.token_ids, (whole.deltas or []) + piece.parts
+            whole = piece
+            if whole.finish_reason is not None:
+                break
+        return whole
+
+    def _push(self, output: Output) -> Piece:
         piece = self.text.push(output)
         self._check = output.check or self._check
         piece.check, piece.sampled_again = self._check, self.sampled_again
-        if self._lexer is None or self._syntax is None:
-            return piece
-        found = self._lexer.push(piece.text, piece.marks)
-        if piece.finish_reason is not None:
-            found += self._lexer.flush()
-        ends = [number for number, delta in enumerate(found) if isinstance(delta, CallEnd)]
-        self._has_calls |= bool(ends)
-        if ends and self._one_call:
-            found = found[: ends[0] + 1]
-            piece.finish_reason = "stop"
+        if self._lexer is not None and self._syntax is not None:
+            self._read(piece, self._lexer, self._syntax)
+        if self._promised == "json":
+            self._json += (part.text for part in piece.parts if isinstance(part, TextDelta))
+        if piece.finish_reason == "stop" and not self._is_whole():
+            piece.finish_reason = "length"
         if self._has_calls and piece.finish_reason == "stop":
             piece.finish_reason = "tool_calls"
-        piece.deltas = [self._syntax.with_id(delta) if isinstance(delta, CallBegin) else delta for delta in found]
+        if piece.finish_reason is not None and piece.stop is None:
+            piece.stop_token_id = output.stop_token_id
         return piece
+
+    def _read(self, piece: Piece, lexer: Lexer, syntax: AnswerSyntax) -> None:
+        """Adds the deltas to a piece, and ends it where a stop string or the only call does."""
+        found = lexer.push(piece.text, piece.marks)
+        if piece.finish_reason is not None:
+            is_cut = piece.finish_reason == "length"
+            if lexer.begins_call(is_cut):  # markup is no text
+                self._in_call = True
+            elif is_cut and self._promised == "calls":
+                found += (delta for delta in lexer.flush() if not isinstance(delta, TextDelta))
+            else:
+                found += lexer.flush()
+        if self._stop is not None:
+            is_last = piece.finish_reason is not None
+            found = self._stop.push(found, searches=self.text.num_tokens > self._min_tokens, is_last=is_last)
+            if self._stop.found is not None:
+                piece.finish_reason, piece.stop = "stop", self._stop.found
+            self._waiting += piece.tokens
+            sent = lexer.consumed - self._stop.held
+            piece.tokens = []
+            while self._waiting and (self._waiting[0].offset < sent or (is_last and piece.stop is None)):
+                piece.tokens.append(self._waiting.popleft())
+        for number, delta in enumerate(found):
+            if isinstance(delta, CallBegin | CallEnd):
+                self._in_call = isinstance(delta, CallBegin)
+                self._has_calls |= isinstance(delta, CallEnd)
+                if self._one_call and not self._in_call:
+                    found = found[: number + 1]
+                    piece.finish_reason = "stop"
+                    break
+        piece.deltas = [syntax.with_id(delta) if isinstance(delta, CallBegin) else delta for delta in found]
+
+    def _is_whole(self) -> bool:
+        """Whether the answer, which ends here, is all that was promised."""
+        if self._in_call or (self._promised == "calls" and not self._has_calls):
+            return False
+        return self._promised != "json" or self._has_calls or _is_json("".join(self._json))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    except RecursionError:  # nothing says that it is none
+        pass
+    return True
+
+
+def _one_by_one(output: Output) -> Iterator[Output]:
+    """The output as one of each token."""
+    last = len(output.token_ids) - 1
+    for number, token_id in enumerate(output.token_ids):
+        part = msgspec.structs.replace(output, token_ids=[token_id], logprobs=output.logprobs[number : number + 1])
+        if number < last:
+            part.finish_reason = part.stop_token_id = part.check = None
+        yield part
 
 
 @contextlib.contextmanager
@@ -474,17 +560,36 @@ def _first_tokens(outputs: list[Output], count: int) -> list[Output]:
     return kept
 
 
+def _with_top(logprobs: Sequence[TokenLogprobs | None] | None, most: int | None) -> list[TokenLogprobs | None] | None:
+    """The log probabilities with at most `most` of the likeliest tokens; None without that number."""
+    if logprobs is None or most is None:
+        return None
+    return [
+        entry if entry is None or len(entry.top) <= most else msgspec.structs.replace(entry, top=entry.top[:most])
+        for entry in logprobs
+    ]
+
+
 def _without_tokens(output: Output) -> Output:
     return msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason="length", stop_token_id=None)
 
 
-async def _together(sequences: list[Coroutine[Any, Any, None]]) -> None:
-    """Runs all sequences concurrently. When one raises, stops the others, then raises its error."""
+async def _together(sequences: list[Coroutine[Any, Any, None]], most: int) -> None:
+    """Runs all sequences, `most` of them at once. When one raises, stops the others, then raises its error."""
     if len(sequences) == 1:
         return await sequences[0]
+    waiting = iter(sequences)
+
+    async def run_some() -> None:
+        for sequence in waiting:
+            await sequence
+
     try:
         async with asyncio.TaskGroup() as group:
-            for sequence in sequences:
-                group.create_task(sequence)
+            for _ in range(min(most, len(sequences))):
+                group.create_task(run_some())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    finally:
+        for sequence in waiting:  # they were never begun
+            sequence.close()

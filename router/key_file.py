@@ -84,6 +84,11 @@ class KeyEntry(BaseModel):
         description="highest priority that its requests may have, in place of the model's max_priority; with a "
         "negative one, all its requests yield to those of others",
     )
+    admin: bool = Field(
+        False,
+        strict=True,
+        description="whether its client may empty the caches of all replicas (/flush_cache, /reset_prefix_cache)",
+    )
     expires: datetime | None = Field(
         None,
         description="date, or date and time (UTC unless it says otherwise), from which the key is refused; by default "
@@ -122,6 +127,7 @@ class ApiClient:
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     max_priority: int | None = None
+    admin: bool = False
     expires: datetime | None = None
 
     def user(self, name: str | None) -> str:

@@ -1,6 +1,7 @@
 """Middleware for every answer, whatever its route."""
 
 import logging
+import re
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +17,11 @@ from router.upstream import UpstreamError
 log = logging.getLogger(__name__)
 
 REFUSALS = (429, 503)
+IGNORED = "X-Shoal-Ignored"
+MOST_NAMED = 20  # names in a header
+MOST_NAME = 100  # characters
+MOST_LOGGED = 1000  # names that a process remembers
+_NO_NAME = re.compile(r"[^!-+\--~]")  # what would be no header, or look like two names
 
 
 class Observed:
@@ -30,7 +36,11 @@ class Observed:
     | `at_end` | what to do when the answer has ended: functions |
     | `send` | the server's own `send`, for parts of a body that others follow: no middleware looks at these |
     | `shutdown` | the router's `Shutdown`, which may come before the answer has ended |
+    | `aborted` | as `shutdown`, by the client's own wish; a route that generates sets it |
     | `ticket` | the client's; a route that generates sets it. Answers have its headers, and it ends with them |
+    | `passed_over` | names of what the request has and this server passes over; `Models` makes it |
+
+    The answer names what is passed over in its header X-Shoal-Ignored, the log when it comes for the first time.
 
     The request's `RequestLog` is written when it has ended, or by the runner of a request that goes on.
 
@@ -42,6 +52,7 @@ class Observed:
         self._metrics = metrics
         self._shutdown = shutdown
         self._answers_id = answers_id
+        self._passed_over: set[str] = set()  # what the log has named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,7 +71,8 @@ class Observed:
                 ticket: Ticket | None = state.get("ticket")
                 told.client = "" if ticket is None else ticket.client.name
                 limits = [] if ticket is None else [(k.encode(), v.encode()) for k, v in ticket.headers().items()]
-                message = {**message, "headers": [*message.get("headers", ()), *header, *limits]}
+                passed_over = self._told(state.get("passed_over"))
+                message = {**message, "headers": [*message.get("headers", ()), *header, *limits, *passed_over]}
                 route = scope.get("route")
                 path = "unknown" if route is None else route.path
                 model = told.model = state.get("model", "")
@@ -80,6 +92,18 @@ class Observed:
                 work()
             _end_ticket(state)
             _write_log(state, told)
+
+    def _told(self, passed_over: set[str] | None) -> list[tuple[bytes, bytes]]:
+        """The header that names what is passed over. The log names it once."""
+        if not passed_over:
+            return []
+        names = sorted({_NO_NAME.sub("?", name[:MOST_NAME]) for name in passed_over})
+        for name in names:
+            if name not in self._passed_over and len(self._passed_over) < MOST_LOGGED:
+                self._passed_over.add(name)
+                log.info("requests have %s, which is passed over, now and from now on", name)
+        rest = ["..."] if len(names) > MOST_NAMED else []
+        return [(IGNORED.lower().encode(), ", ".join([*names[:MOST_NAMED], *rest]).encode())]
 
 
 def _reason(error: ApiError) -> str:
@@ -106,6 +130,24 @@ def _end_ticket(state: dict[str, Any]) -> None:
     ticket: Ticket | None = state.get("ticket")
     if ticket is not None and not ticket.kept:
         ticket.end()
+
+
+class HeadAsGet:
+    """Answers HEAD as GET, without the body: load balancers, and programs that look whether something is there, ask so
+    at any address."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
 class Guarded:

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from fastapi import Request, Response
 
+from router.aborts import Aborts
+from router.auth import client_of
 from router.body import HeldBytes, parse, read_sent
 from router.config import RouterConfig
 from router.deadline import timeout_of
@@ -21,8 +23,15 @@ from router.upstream import Upstream, head
 Known = TypeVar("Known", bound=Body)
 Route = Callable[[Request], Awaitable[Response]]
 
+DEFAULT = "default"  # a name for the only model, as clients send it that were not told any
 MOST_NAMED = 20  # names in an error
 MOST_NAME = 200  # characters
+
+
+def passed_over(request: Request) -> set[str]:
+    """The names of what a request has and this server passes over. Its answer has them in a header."""
+    names: set[str] = request.scope.setdefault("state", {}).setdefault("passed_over", set())
+    return names
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Models:
     | `config` | settings of the HTTP side |
     | `leaving` | whether the router is being taken away, so that `/ready` says no |
     | `shutdown` | ends all answers when the whole server ends, or this machine |
+    | `aborts` | ends single requests, whose clients want that |
     """
 
     def __init__(self, answering: Sequence[Service | Upstream], metrics: Metrics, config: RouterConfig) -> None:
@@ -56,6 +66,7 @@ class Models:
         self.config = config
         self.leaving = False
         self.shutdown = Shutdown()
+        self.aborts = Aborts()
         self._named: dict[str, ListedModel] = {}
         self._held = HeldBytes(config.max_held_bytes, self._shortest_wait_s)
         self._before_close: list[Callable[[], Awaitable[None]]] = []
@@ -89,8 +100,11 @@ class Models:
 
     def check_free(self, name: str) -> None:
         """Raises ApiError (400) if there is a model or an adapter of this name."""
-        if not name or name in self._named or self._adapter(name) is not None:
+        if not name or self._knows(name):
             raise invalid(f"The name {name[:MOST_NAME]!r} is taken, or empty.", "lora_name", "invalid_value")
+
+    def _knows(self, name: str) -> bool:
+        return name in self._named or self._adapter(name) is not None
 
     def _adapter(self, name: str) -> ListedModel | None:
         for service in self.services:
@@ -98,15 +112,25 @@ class Models:
                 return ListedModel(name, service.model, adapted)
         return None
 
-    def service(self, name: str | None) -> Service:
-        """The model of this name that replicas serve; without a name the only one. Raises ApiError."""
-        if name is None:
-            if len(self.services) == 1:
-                return self.services[0]
+    def _meant(self, name: str | None) -> ListedModel:
+        """The model that a request's `model` means. Without a name, and by the name `default` where nothing else has
+        it, that is the only model of replicas, or the only model of another endpoint where no replicas are. Raises
+        ApiError (404), and (400) where several models could be meant."""
+        if name is not None and (name != DEFAULT or self._knows(name)):
+            return self.find(name)
+        candidates: Sequence[Service | Upstream] = self.services or self.upstreams
+        if len(candidates) > 1:
             raise invalid(f"Send 'model': this server has {self._names()}.", "model", "missing_required_parameter")
-        answers = self.find(name).answers
+        return self._named[candidates[0].model]
+
+    def service(self, name: str | None) -> Service:
+        """The model that this name means, which replicas serve. Raises ApiError."""
+        listed = self._meant(name)
+        answers = listed.answers
         if isinstance(answers, Upstream):
-            message = f"The model {name!r} is at another endpoint, and only requests with a body are passed on to it."
+            message = (
+                f"The model {listed.name!r} is at another endpoint, and only requests with a body are passed on to it."
+            )
             raise invalid(message, "model", "invalid_value")
         return answers
 
@@ -134,7 +158,10 @@ class Models:
         async def passing(request: Request) -> Response:
             sent = await self._sent(request)
             asked = head(sent)
-            listed = None if asked is None else self._named.get(asked.model)
+            try:
+                listed = None if asked is None else self._meant(asked.model)
+            except ApiError:  # the route says so, once it has read the body
+                listed = None
             if asked is None or listed is None or not isinstance(listed.answers, Upstream):
                 return await route(request)
             request.state.model = listed.model
@@ -144,20 +171,32 @@ class Models:
 
     async def body(self, request: Request, kind: type[Known]) -> Known:
         """A request's body as `kind`. Raises what `read_sent` and `parse` do."""
-        return parse(kind, await self._sent(request))
+        return parse(kind, await self._sent(request), passed_over(request))
 
     async def read(self, request: Request, kind: type[Known]) -> tuple[Service, Known, int]:
         """The service of the model that a request's body names, the body as `kind`, and its size in bytes. Raises what
         `read_sent`, `parse` and, for a request with a ticket, `Service.check_queue` do, and ApiError (404) for an
         unknown model."""
         sent = await self._sent(request)
-        body = parse(kind, sent)
+        body = parse(kind, sent, passed_over(request))
         service = self.service(body.model)  # type: ignore[attr-defined]  # every kind has it
         request.state.model = service.base_model
         if hasattr(request.state, "ticket"):  # it is about to wait for a replica
+            self._name(request, body)
             request.state.timeout_s = timeout_of(request, body)
             service.check_queue(request.state.timeout_s)
         return service, body, len(sent)
+
+    def _name(self, request: Request, body: Body) -> None:
+        """Lets the client end a request by its id, and by the names that the body gives it. `also_named` of its state
+        gives it more."""
+        state = request.state
+        aborted, state.also_named, forget = self.aborts.begin(client_of(request).tenant)
+        request.scope["state"]["aborted"] = aborted
+        request.scope["state"].setdefault("at_end", []).append(forget)
+        for name in (state.request_id, getattr(body, "request_id", None), getattr(body, "rid", None)):
+            if name is not None:
+                state.also_named(name)
 
     async def _sent(self, request: Request) -> bytes:
         sent: bytes | None = getattr(request.state, "sent", None)
@@ -175,7 +214,7 @@ class Models:
 
     def share(self, limits: RateLimits) -> None:
         """Lets `limits` hold over all routers of the same replicas, once the connections are there."""
-        self._exchange = UsageExchange(limits, [service.replicas for service in self.services])
+        self._exchange = UsageExchange(limits, [service.replicas for service in self.services], self.aborts)
 
     async def start(self) -> None:
         """Starts the connections. Call it in the event loop that will serve."""

@@ -1,6 +1,7 @@
 """The content of `/openapi.json`, made from the same types that requests are parsed with and answers are written
 from."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ _TYPES = (
     responses_types.ResponsesRequest,
     *responses_types.ITEMS,
     responses_types.SentTool,
+    responses_types.SentNamespace,
     requests.ChoicesRequest,
     requests.EmbeddingsRequest,
     requests.RerankRequest,
@@ -29,6 +31,7 @@ _TYPES = (
     requests.DetokenizeRequest,
     requests.LoadLoraRequest,
     requests.UnloadLoraRequest,
+    requests.AbortRequest,
     messages_types.MessagesRequest,
     messages_types.CountTokensRequest,
     responses.ChatCompletion,
@@ -46,6 +49,8 @@ _TYPES = (
     responses.TokenizeResponse,
     responses.DetokenizeResponse,
     responses.TokenizerInfo,
+    responses.FlushedCache,
+    responses.AbortedRequests,
     responses.Version,
     responses.Health,
     ServerState,
@@ -73,26 +78,28 @@ _ERRORS = {
 }
 
 
-def schemas(models: list[str], vocab_size: int, max_priority: int) -> dict[str, Any]:
-    """Schemas of all types, completed with what the types cannot say: the models' names, the range of token ids, which
-    fields go together."""
+def schemas(models: list[str], vocab_size: int, max_priority: int, is_needed: bool) -> dict[str, Any]:
+    """Schemas of all types, completed with what the types cannot say: the models' names, and whether a body must have
+    one (`is_needed`), the range of token ids, which fields go together."""
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
     single = ("ChoicesRequest", "EmbeddingsRequest", "RerankRequest", "ScoreRequest")
     for name in (*single, "MessagesRequest", "CountTokensRequest"):
-        made[name]["properties"]["model"]["enum"] = models
+        _name_models(made[name], models, is_needed)
     for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
-        made[name]["properties"]["model"]["enum"] = models
+        _name_models(made[name], models, is_needed)
         made[name]["properties"]["priority"]["anyOf"][0]["maximum"] = max_priority
         biases, _ = made[name]["properties"]["logit_bias"]["anyOf"]
         biases["propertyNames"] = {"pattern": "^[0-9]{1,9}$"}
     for body in _TYPES:
         for flag in getattr(body, "neutral_flags", ()):
             made[body.__name__]["properties"][flag]["anyOf"] = [{"enum": [False, None]}]
+    for lenient in _below(requests.Lenient):
+        made.get(lenient.__name__, {}).pop("additionalProperties", None)
     asked = made["ResponsesRequest"]["properties"]
     (items,) = (way for way in asked["input"]["anyOf"] if way["type"] == "array")
     items["items"] = {"anyOf": [reference(item.__name__) for item in responses_types.ITEMS]}
     (tools,) = (way for way in asked["tools"]["anyOf"] if way["type"] == "array")
-    tools["items"] = reference("SentTool")
+    tools["items"] = {"anyOf": [reference("SentTool"), reference("SentNamespace")]}
     text = {"type": "string"}
     token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "title": requests.TOKEN_ID}, "minItems": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, token_ids)]
@@ -102,6 +109,19 @@ def schemas(models: list[str], vocab_size: int, max_priority: int) -> dict[str, 
     made["ScoreRequest"]["oneOf"] = [_given("text_1", "text_2"), _given("queries", "documents")]
     _limit_tokens(made, vocab_size)
     return made
+
+
+def _below(kind: type[requests.Body]) -> Iterator[type[requests.Body]]:
+    """The types that inherit from one."""
+    each: type[requests.Body]
+    for each in kind.__subclasses__():
+        yield each
+        yield from _below(each)
+
+
+def _name_models(schema: dict[str, Any], models: list[str], is_needed: bool) -> None:
+    schema["properties"]["model"]["enum"] = models if is_needed else list(dict.fromkeys([*models, "default", None]))
+    schema["required"] = [*(["model"] if is_needed else []), *schema.get("required", [])]
 
 
 def _given(*names: str) -> dict[str, Any]:
@@ -121,14 +141,16 @@ def _limit_tokens(schema: Any, vocab_size: int) -> None:
             _limit_tokens(part, vocab_size)
 
 
-def completed(page: dict[str, Any], models: list[str], vocab_size: int, max_priority: int) -> dict[str, Any]:
+def completed(
+    page: dict[str, Any], models: list[str], vocab_size: int, max_priority: int, is_needed: bool
+) -> dict[str, Any]:
     """FastAPI's page of the routes, with the schemas that they refer to. Without the 422 that FastAPI adds to routes
     with path parameters: here, no path parameter is invalid."""
     for ways in page["paths"].values():
         for route in ways.values():
             route["responses"].pop("422", None)
     components = page.setdefault("components", {})
-    components["schemas"] = schemas(models, vocab_size, max_priority)
+    components["schemas"] = schemas(models, vocab_size, max_priority, is_needed)
     return page
 
 

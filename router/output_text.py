@@ -23,12 +23,13 @@ class TokenText:
 class Piece:
     """New text that is final, the tokens that begin in it (if log probabilities are wanted), the output tokens that
     came with it, and the finish reason. Text may come later than its tokens, while it may be part of a stop string.
-    `stop`: the stop string that ended the text.
+    `stop`: the stop string that ended the text; `stop_token_id`: the token that did.
 
     `marks`: markers that are single tokens: the number of characters before each, and the number of output tokens.
     They come with their token or earlier than their text. `deltas`: what a lexer made of the text; None if there is no
     lexer, and all is text. `embedding`: of a pooled prompt. `check`, in the last piece: how the text keeps to a schema
-    that is enforced in part; `sampled_again`: how often a part of it was thrown away for that.
+    that is enforced in part; `sampled_again`: how often a part of it was thrown away for that. `prompt_logprobs`: of
+    the prompt's tokens, in a piece of their own.
     """
 
     text: str = ""
@@ -39,6 +40,8 @@ class Piece:
     deltas: list[Delta] | None = None
     embedding: bytes = b""
     stop: str | None = None
+    stop_token_id: int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     check: SchemaCheck | None = None
     sampled_again: int = 0
 

@@ -9,11 +9,14 @@ from router.program_calls import ContinuedBranch
 from router.programs import BranchText
 from router.sampling import check_token_ids
 from router.tokenizer import PromptTooLong, Tokenizer
+from router.truncation import Truncation
 
 # The text is cut in two at a place between two words, so far before its end that what follows cannot change it. Texts
 # this long on both sides of the place are looked at.
 AROUND = 64
 LEAST = 512  # characters; shorter texts are tokenised with what follows them
+
+_BEGINS = BranchText()  # what a prompt follows: nothing
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,23 @@ def branch_prompts(
     return [Prompt(held + token_ids, entry.text) for token_ids, entry in zip(prompts, branches, strict=True)]
 
 
-def tokenized_prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int) -> Prompt:
+def tokenized_prompt(
+    entry: str | list[int],
+    tokenizer: Tokenizer,
+    context_length: int,
+    truncation: Truncation | None = None,
+    room: int = 0,
+    param: str = "prompt",
+) -> Prompt:
+    """The prompt as it was sent, cut as `truncation` allows to `room` tokens. Raises ApiError about `param`."""
     if isinstance(entry, list):
-        check_token_ids(entry, tokenizer.vocab_size, "prompt")
-        return Prompt(entry)
-    return Prompt(encode_prompt(entry, tokenizer, context_length, BranchText()), entry)
+        check_token_ids(entry, tokenizer.vocab_size, param)
+        return Prompt(entry if truncation is None else truncation.cut(entry, room))
+    if truncation is None:
+        return Prompt(encode_prompt(entry, tokenizer, context_length, _BEGINS, param), entry)
+    if not (token_ids := truncation.tokens(entry, tokenizer, room)):
+        raise _empty(param)
+    return Prompt(token_ids)  # it is no longer what was sent
 
 
 def encode_prompt(
@@ -104,8 +119,12 @@ def _empty(param: str) -> ApiError:
 
 
 def too_long(tokens: int, context_length: int, param: str, about: str = "") -> ApiError:
+    """The error for a prompt that the context has no room for. Agents shorten the conversation by themselves when they
+    recognise it: Codex by the code, Claude Code by the first sentence (`TOKENS tokens > MOST`), most others by either
+    sentence."""
     return invalid(
-        f"The prompt has {about}{tokens} tokens; prompt and answer together may have {context_length}.",
+        f"prompt is too long: {about}{tokens} tokens > {context_length} maximum. This model's maximum context length "
+        f"is {context_length} tokens, for prompt and answer together.",
         param,
         "context_length_exceeded",
     )

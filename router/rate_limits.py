@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
+from router.aborts import Aborts
 from router.auth import client_of
 from router.errors import ApiError
 from router.key_file import ApiClient
@@ -214,13 +215,14 @@ class UsageExchange:
     """Lets the routers hear of each other's clients: sends this router's reports to one replica, which passes them on
     to all others."""
 
-    def __init__(self, limits: RateLimits, connections: Iterable[Replicas]) -> None:
-        """`connections`: those of each model."""
-        self._limits = limits
+    def __init__(self, limits: RateLimits, connections: Iterable[Replicas], aborts: Aborts) -> None:
+        """`connections`: those of each model. `aborts`: requests that clients of other routers may end."""
+        self._limits, self._aborts = limits, aborts
+        aborts.on_abort = self._tell_aborts
         self._connections = list(connections)
         self._task: asyncio.Task[None] | None = None
         for replicas in self._connections:
-            replicas.on_usage = limits.hear
+            replicas.on_usage = self._hear
 
     def start(self) -> None:
         """Begins, in the running event loop."""
@@ -238,11 +240,23 @@ class UsageExchange:
 
     def tell(self) -> None:
         """Sends what the other routers have not been told yet, if a replica is connected."""
-        connected = [replicas for replicas in self._connections if replicas.ready]
-        if connected:
+        if any(replicas.ready for replicas in self._connections):
             report = self._limits.report()
             if report is not None:
-                connected[0].tell_one(report, turn=int(self._limits.router, 16))
+                self._send(report)
+
+    def _tell_aborts(self, tenant: str, names: list[str]) -> None:
+        self._send(UsageReport(self._limits.router, {}, {tenant: names}))
+
+    def _send(self, report: UsageReport) -> None:
+        connected = [replicas for replicas in self._connections if replicas.ready]
+        if connected:
+            connected[0].tell_one(report, turn=int(self._limits.router, 16))
+
+    def _hear(self, report: UsageReport) -> None:
+        self._limits.hear(report)
+        for tenant, names in report.aborts.items():
+            self._aborts.heard(tenant, names)
 
 
 def duration(seconds: float) -> str:

@@ -30,6 +30,7 @@ from worker.messages import (
     AdapterChange,
     CacheEvents,
     Farewell,
+    Flush,
     FromReplica,
     FromRouter,
     Generate,
@@ -106,6 +107,7 @@ class ReplicaConnection:
         self._unheard_looks = 0
         self._is_in_queue = False  # a frame of it has come and waits for its turn
         self.streams: dict[str, ReplicaStream] = {}
+        self._flushes: dict[str, asyncio.Future[ReplicaLoad | None]] = {}  # by the message's id
         self._unused = asyncio.Event()  # set while there are no streams
         self._unused.set()
         self._fleet = fleet
@@ -182,6 +184,18 @@ class ReplicaConnection:
         self.send(request)
         return stream
 
+    def flush(self, message: Flush) -> asyncio.Future[ReplicaLoad | None]:
+        """Has the replica empty its cache. The result is the load with which it says so; None if it does not know how,
+        or the connection is lost."""
+        told: asyncio.Future[ReplicaLoad | None] = asyncio.get_running_loop().create_future()
+        load = self._metrics.loads.get(self.replica_id)
+        if load is None or load.flushed is None:
+            told.set_result(None)
+        else:
+            self._flushes[message.id] = told
+            self.send(message)
+        return told
+
     def leave(self, changed: Callable[[], None]) -> None:
         """Counts the replica as one that gets no new requests, because it is being taken away."""
         if self.replica_id not in self._metrics.leaving:
@@ -232,6 +246,9 @@ class ReplicaConnection:
         self._unused.set()
         for stream in streams.values():
             stream.fail(ReplicaLost(self.replica_id, taken_away))
+        for told in self._flushes.values():
+            told.set_result(None)
+        self._flushes.clear()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -270,6 +287,8 @@ class ReplicaConnection:
                 first = self.replica_id not in self._metrics.loads
                 self._metrics.told(self.replica_id, message)
                 self._fleet.apply_load(self.replica_id, message)
+                for known in self._flushes.keys() & set(message.flushed or ()):
+                    self._flushes.pop(known).set_result(message)
                 if first:
                     changed()
             case UsageReport():

@@ -10,6 +10,7 @@ A replica that is taken away gets no new requests. Its connection stays while it
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 
 import zmq.asyncio
@@ -19,7 +20,7 @@ from router.metrics import ModelMetrics
 from router.peers import Peers
 from router.replica_connection import LOOK_EVERY_S, ReplicaConnection
 from router.replica_stream import ReplicaLost, ReplicaStream
-from worker.messages import AdapterChange, FromRouter, Generate, UsageReport
+from worker.messages import AdapterChange, Flush, FromRouter, Generate, ReplicaLoad, UsageReport
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,18 @@ class Replicas:
         for connection in self._connections.values():
             if connection.connected:
                 connection.send(message)
+
+    async def flush(self, within_s: float) -> tuple[dict[str, ReplicaLoad], set[str]]:
+        """Empties the caches of prefixes of all connected replicas. Returns the loads of those that have done so, by
+        id, and the ids of those that have not within `within_s` seconds."""
+        flush = Flush(secrets.token_hex(8))
+        asked = {name: link.flush(flush) for name, link in self._connections.items() if link.connected}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=within_s)
+        done = {name: task.result() for name, task in asked.items() if task.done() and not task.cancelled()}
+        return {name: load for name, load in done.items() if load is not None}, {
+            name for name in asked if done.get(name) is None
+        }
 
     def tell_adapters(self, change: AdapterChange) -> None:
         """Tells all other routers of adapters that were loaded or unloaded here."""

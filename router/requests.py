@@ -1,10 +1,12 @@
 """Request bodies: OpenAI's fields, and fields that other servers have made common.
 
-Types are strict (`"1"` is no number), and unknown fields are errors. `/openapi.json` is made from these types. Some
-fields of OpenAI's clients mean nothing here. They are accepted at the one value that changes nothing (`Neutral`,
-`NeutralList`, `neutral_flags`), and refused by name at any other.
+Types are strict (`"1"` is no number), and unknown fields are errors, except in messages, their parts and tools
+(`Lenient`). `/openapi.json` is made from these types. Some fields of OpenAI's clients mean nothing here. They are
+accepted at the one value that changes nothing (`Neutral`, `NeutralList`, `neutral_flags`), and refused by name at any
+other.
 """
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -13,6 +15,7 @@ from msgspec import Meta
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_LEASE_S = 3600
+MAX_BAD_WORDS = 256
 INT32 = (1 << 31) - 1
 INT63 = (1 << 63) - 1
 TOKEN_ID = "token id"
@@ -28,12 +31,45 @@ Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 MaxTokens = Annotated[Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="most tokens of the answer; 16")]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Flag = bool | None
+RequestId = Annotated[
+    Annotated[str, Meta(min_length=1, max_length=256)] | None, Meta(description="a name for /abort_request")
+]
+Truncation = Annotated[
+    Annotated[int, Meta(ge=-1, le=INT32)] | None,
+    Meta(description="most tokens of the prompt, which is cut to them; -1: as many as fit"),
+]
+TruncationSide = Annotated[
+    Literal["left", "right"] | None,
+    Meta(description="where tokens are cut off: left for prompts, right for what is embedded or ranked"),
+]
+ModelName = Annotated[str | None, Meta(description="may be left out, or default, where one model is served")]
 
 
 class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Any object that a client sends."""
 
     neutral_flags: ClassVar[tuple[str, ...]] = ()  # refused when true
+
+
+class Lenient(Body, frozen=True, kw_only=True):
+    """A part of a conversation, or a tool. Unknown fields are passed over: clients send back what other servers and
+    their own packages have added, and none of it asks for anything. Known fields are checked as everywhere."""
+
+
+# Types of tools that a hosted service runs, with the date or the like that some have at their end. The client runs all
+# others, and waits for calls of them.
+HOSTED_TOOLS = re.compile(
+    r"(web_search|web_fetch|file_search|code_interpreter|code_execution|image_generation|mcp|mcp_toolset|"
+    r"tool_search|tool_search_tool_(regex|bm25))(_preview)?(_[0-9_]+)?"
+)
+
+
+class LenientTool(Lenient, frozen=True, kw_only=True):
+    """A tool among others, of which those that match `hosted` are passed over: nothing runs them here. `needs_others`:
+    where there are no others, the request is refused."""
+
+    hosted: ClassVar[re.Pattern[str] | None] = HOSTED_TOOLS
+    needs_others: ClassVar[bool] = False
 
 
 class StreamOptions(Body, frozen=True):
@@ -94,8 +130,32 @@ Schema = Annotated[dict[str, Any] | str | None, Meta(description="the output val
 AnyJson = Annotated[Flag, Meta(description="the output is a JSON object")]
 
 
+class TaggedStructure(Body, frozen=True, kw_only=True):
+    """A part of the output between two texts, JSON that validates against a schema."""
+
+    begin: NonEmpty
+    schema: dict[str, Any] = {}
+    end: NonEmpty
+
+
+class StructuralTagFormat(Body, frozen=True, kw_only=True, tag_field="type", tag="structural_tag"):
+    """Text whose parts have forms of their own: `format` as xgrammar has it, or `structures` that begin with one of
+    `triggers`."""
+
+    format: dict[str, Any] | None = None
+    structures: Annotated[list[TaggedStructure], Meta(min_length=1, max_length=256)] | None = None
+    triggers: Annotated[list[NonEmpty], Meta(min_length=1, max_length=256)] | None = None
+    at_least_one: Annotated[Flag, Meta(description="with structures: the output has at least one; false")] = None
+    stop_after_first: Annotated[Flag, Meta(description="with structures: the output ends with the first; false")] = None
+
+
+StructuralTag = Annotated[
+    dict[str, Any] | str | None, Meta(description="as response_format of the type structural_tag has it")
+]
+
+
 class StructuredOutputs(Body, frozen=True, kw_only=True):
-    """A constraint on the output, by vLLM's names: one of the first five fields."""
+    """A constraint on the output, by vLLM's names: one of the first six fields."""
 
     neutral_flags = ("disable_additional_properties",)
 
@@ -104,13 +164,13 @@ class StructuredOutputs(Body, frozen=True, kw_only=True):
     choice: Options = None
     grammar: Ebnf = None
     json_object: AnyJson = None
+    structural_tag: StructuralTag = None
     disable_any_whitespace: Annotated[
         Flag, Meta(description="either value changes nothing: JSON has at most a space after a comma or a colon")
     ] = None
     disable_additional_properties: Annotated[Flag, Meta(description="not supported: false")] = None
     disable_fallback: Annotated[Flag, Meta(description="there is nothing to fall back to")] = None
     whitespace_pattern: Neutral = None
-    structural_tag: Neutral = None
 
 
 class GenerationParameters(Body, frozen=True, kw_only=True):
@@ -147,13 +207,21 @@ class GenerationParameters(Body, frozen=True, kw_only=True):
         Flag, Meta(description="the stop text or token that ends the answer is part of it; false")
     ] = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    allowed_token_ids: Annotated[
+        Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 18)] | None,
+        Meta(description="the answer has these tokens only; to end by itself it needs an end token among them"),
+    ] = None
+    bad_words: Annotated[
+        Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)] | None,
+        Meta(description="texts that the answer does not have, as the tokenizer writes them after a space or without"),
+    ] = None
     min_tokens: Annotated[
         Annotated[int, Meta(ge=0, le=INT32)] | None,
         Meta(description="least tokens of the answer; stop strings are searched for in the text after them"),
     ] = None
     ignore_eos: Flag = None
     skip_special_tokens: Annotated[Flag, Meta(description="leave special tokens out of the text; true")] = None
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat | None = None
     regex: Regex = None
     choice: Options = None
     ebnf: Ebnf = None
@@ -240,13 +308,28 @@ class ProgramCall(Body, frozen=True, kw_only=True):
 class GenerationRequest(GenerationParameters, frozen=True, kw_only=True):
     """The fields that chat and plain completions share."""
 
-    model: str
+    model: ModelName = None
     stream: Annotated[Flag, Meta(description="send the text as it is made, as server-sent events")] = None
     stream_options: StreamOptions | None = None
     n: Annotated[Choices | None, Meta(description="answers to each prompt; 1")] = None
     return_token_ids: Annotated[
-        Flag, Meta(description="every choice has token_ids, its tokens, the one that ended it included; false")
+        Flag,
+        Meta(
+            description="every choice has token_ids, its tokens, the one that ended it included; and there are "
+            "prompt_token_ids; false"
+        ),
     ] = None
+    return_prompt_token_ids: Annotated[Flag, Meta(description="prompt_token_ids alone; false")] = None
+    prompt_logprobs: Annotated[
+        TopLogprobs | None,
+        Meta(
+            description="log probabilities of the prompt's tokens, each with as many of the likeliest; not in streams"
+        ),
+    ] = None
+    truncate_prompt_tokens: Truncation = None
+    truncation_side: TruncationSide = None
+    request_id: RequestId = None
+    rid: RequestId = None
     priority: Annotated[
         Annotated[int, Meta(ge=-INT32 - 1, le=INT32)] | None,
         Meta(description="higher goes first, up to the server's max_priority; 0"),
@@ -271,7 +354,7 @@ class GenerationRequest(GenerationParameters, frozen=True, kw_only=True):
     program: ProgramCall | None = None
 
 
-class TextPart(Body, frozen=True, tag_field="type", tag="text"):
+class TextPart(Lenient, frozen=True, tag_field="type", tag="text"):
     """A part of a message that is text."""
 
     text: str
@@ -284,84 +367,116 @@ class Prediction(Body, frozen=True):
     content: Annotated[str, Meta(min_length=1)] | Annotated[list[TextPart], Meta(min_length=1)]
 
 
-class RefusalPart(Body, frozen=True, tag_field="type", tag="refusal"):
+class RefusalPart(Lenient, frozen=True, tag_field="type", tag="refusal"):
     """A part of an assistant's message with which it refused."""
 
     refusal: str
 
 
-class FileContent(Body, frozen=True, kw_only=True):
+class FileContent(Lenient, frozen=True, kw_only=True):
     file_data: Annotated[str | None, Meta(description="data:text/...;base64,... or the text in base64")] = None
     filename: str | None = None
     file_id: Neutral = None
 
 
-class FilePart(Body, frozen=True, tag_field="type", tag="file"):
+class FilePart(Lenient, frozen=True, tag_field="type", tag="file"):
     """A file of text, as a part of a message."""
 
     file: FileContent
 
 
-class ImageUrl(Body, frozen=True, kw_only=True):
+class ImageUrl(Lenient, frozen=True, kw_only=True):
     url: str
     detail: str | None = None
 
 
-class ImagePart(Body, frozen=True, tag_field="type", tag="image_url"):
+class ImagePart(Lenient, frozen=True, tag_field="type", tag="image_url"):
     """A picture. No model here takes one."""
 
     image_url: ImageUrl | str
 
 
-class AudioPart(Body, frozen=True, tag_field="type", tag="input_audio"):
+class AudioPart(Lenient, frozen=True, tag_field="type", tag="input_audio"):
     """A sound. No model here takes one."""
 
     input_audio: dict[str, Any]
 
 
-class VideoPart(Body, frozen=True, tag_field="type", tag="video_url"):
+class VideoPart(Lenient, frozen=True, tag_field="type", tag="video_url"):
     """A film. No model here takes one."""
 
     video_url: dict[str, Any] | str
 
 
-Part = TextPart | RefusalPart | FilePart | ImagePart | AudioPart | VideoPart
+class ThinkingPart(Lenient, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
+    """A part of an assistant's message that is what the model thought."""
+
+    thinking: str | list[TextPart] | None = None
 
 
+class ReasonedPart(Lenient, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    """As `ThinkingPart`, by other names."""
+
+    text: str | None = None
+    reasoning: str | None = None
+
+
+class RedactedThinkingPart(Lenient, frozen=True, tag_field="type", tag="redacted_thinking"):
+    """Thinking that another server did not show. Left out."""
+
+
+Part = (
+    TextPart
+    | RefusalPart
+    | FilePart
+    | ImagePart
+    | AudioPart
+    | VideoPart
+    | ThinkingPart
+    | ReasonedPart
+    | RedactedThinkingPart
+)
 ProviderFields = Annotated[dict[str, Any] | None, Meta(description="LiteLLM adds it to answers; not used")]
+PastArguments = Annotated[
+    str | dict[str, Any] | None, Meta(description="a JSON object, as text or as it is; null: there were none")
+]
 
 
-class FunctionCall(Body, frozen=True):
-    """A function that the model called. `arguments`: a JSON object, as text."""
+class FunctionCall(Lenient, frozen=True):
+    """A function that the model called."""
 
     name: NonEmpty
-    arguments: str
+    arguments: PastArguments = None
 
 
-class ToolCallOfMessage(Body, frozen=True, kw_only=True):
+class ToolCallOfMessage(Lenient, frozen=True, kw_only=True):
     """A call in an assistant's message."""
 
     id: str
     function: FunctionCall
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     index: int | None = None  # clients that joined a stream's chunks leave it in
     provider_specific_fields: ProviderFields = None
 
 
-class ChatMessage(Body, frozen=True):
+class ChatMessage(Lenient, frozen=True):
     """A message of a conversation. `developer` means `system`. Text parts are joined by newlines."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], Meta(min_length=1)] | None = None
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"],
+        Meta(description="function is what tool was before calls had ids: name says whose result it is"),
+    ]
+    content: str | list[Part] | None = None
     name: str | None = None
     refusal: str | None = None
-    annotations: NeutralList | None = None
+    annotations: Annotated[list[Any] | None, Meta(description="not used")] = None
     audio: Neutral = None
-    function_call: Neutral = None
+    function_call: Annotated[FunctionCall | None, Meta(description="of role assistant: as one of tool_calls")] = None
     tool_calls: list[ToolCallOfMessage] | None = None
     tool_call_id: Annotated[str | None, Meta(description="of role tool: the call that this is the result of")] = None
     reasoning_content: Annotated[str | None, Meta(description="of role assistant: what the model thought")] = None
     reasoning: Annotated[str | None, Meta(description="as reasoning_content")] = None
+    prefix: Annotated[Flag, Meta(description="of the last message, an assistant's: as continue_final_message")] = None
     provider_specific_fields: ProviderFields = None
 
 
@@ -375,7 +490,7 @@ TemplateArguments = Annotated[
 ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.:-]{1,128}$")]
 
 
-class FunctionDefinition(Body, frozen=True, kw_only=True):
+class FunctionDefinition(Lenient, frozen=True, kw_only=True):
     """A function that the model may call."""
 
     name: ToolName
@@ -384,7 +499,7 @@ class FunctionDefinition(Body, frozen=True, kw_only=True):
     strict: Annotated[Flag, Meta(description="the arguments of every call validate against parameters; false")] = None
 
 
-class FunctionTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+class FunctionTool(LenientTool, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """A tool of OpenAI's kind `function`, the only one."""
 
     function: FunctionDefinition
@@ -414,14 +529,41 @@ class AllowedTools(Body, frozen=True, tag_field="type", tag="allowed_tools"):
 Tools = Annotated[list[FunctionTool], Meta(max_length=512)]
 ChooseTools = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ThinkingBudget = Annotated[
+    Annotated[int, Meta(ge=-1, le=INT32)] | None,
+    Meta(description="most tokens of thinking; what is longer is cut off, and the answer begins; -1: no limit"),
+]
+Unused = Annotated[Any, Meta(description="not used: shared prefixes are found without it")]
+
+
+class ReasoningSwitch(Body, frozen=True, kw_only=True):
+    """How to think, as OpenRouter has it."""
+
+    enabled: Flag = None
+    effort: ReasoningEffort | None = None
+    max_tokens: Annotated[Count | None, Meta(description="most tokens of thinking")] = None
+    exclude: Annotated[Flag, Meta(description="the answer does not have what the model thought")] = None
+    summary: Annotated[str | None, Meta(description="not used")] = None
+
+
+class ThinkingSwitch(Body, frozen=True, kw_only=True):
+    """Whether to think, as DeepSeek, GLM and Anthropic have it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Annotated[Count | None, Meta(description="most tokens of thinking")] = None
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    neutral_flags = ("store",)
+    neutral_flags = ("add_special_tokens",)
 
     messages: Messages
+    add_generation_prompt: Annotated[Flag, Meta(description="end the prompt where an answer begins; true")] = None
+    continue_final_message: Annotated[
+        Flag, Meta(description="the last message, the assistant's, is the beginning of the answer; false")
+    ] = None
+    add_special_tokens: Annotated[Flag, Meta(description="not supported: the template has them")] = None
     max_tokens: Annotated[
         Count | None, Meta(description="most tokens of the answer; by default what fits into the context")
     ] = None
@@ -434,7 +576,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     function_call: Literal["none", "auto"] | None = None
     functions: NeutralList | None = None
     metadata: Annotated[
-        Annotated[dict[str, str], Meta(max_length=16)] | None, Meta(description="not used, and not kept")
+        Annotated[dict[str, Any], Meta(max_length=16)] | None, Meta(description="not used, and not kept")
     ] = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
     moderation: Neutral = None
@@ -446,27 +588,33 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         ),
     ] = None
     prompt_cache_key: Annotated[str | None, Meta(description="not used: shared prefixes are found without it")] = None
-    prompt_cache_options: Neutral = None
-    prompt_cache_retention: Neutral = None
+    prompt_cache_options: Unused = None
+    prompt_cache_retention: Unused = None
     reasoning_effort: Annotated[
         ReasoningEffort | None,
         Meta(description="none: no thinking, where the template allows; others go to the template"),
     ] = None
+    reasoning: Annotated[ReasoningSwitch | None, Meta(description="as OpenRouter has it")] = None
+    thinking: Annotated[ThinkingSwitch | Flag, Meta(description="as DeepSeek, GLM and Anthropic have it")] = None
+    enable_thinking: Annotated[Flag, Meta(description="whether to think, as Qwen's API has it")] = None
+    think: Annotated[bool | Literal["low", "medium", "high"] | None, Meta(description="as Ollama has it")] = None
+    include_reasoning: Annotated[Flag, Meta(description="the answer has what the model thought; true")] = None
+    separate_reasoning: Annotated[
+        Flag, Meta(description="false: what the model thought is part of the content, between its markers; true")
+    ] = None
     safety_identifier: Annotated[str | None, Meta(description="as user, and before it")] = None
     service_tier: Annotated[
-        Literal["auto", "default", "flex", "priority"] | None,
+        Literal["auto", "default", "flex", "scale", "priority"] | None,
         Meta(description="there is one tier: the answer says default"),
     ] = None
-    store: Annotated[Flag, Meta(description="not supported: false")] = None
-    thinking_token_budget: Annotated[
-        Annotated[int, Meta(ge=0, le=INT32)] | None,
-        Meta(description="most tokens of thinking; what is longer is cut off, and the answer begins"),
-    ] = None
+    store: Annotated[Flag, Meta(description="not used: no chat is kept")] = None
+    thinking_token_budget: ThinkingBudget = None
+    thinking_budget: Annotated[ThinkingBudget, Meta(description="as thinking_token_budget")] = None
     tool_choice: Annotated[
         ChooseTools | None, Meta(description="auto if there are tools; required: the answer is a call")
     ] = None
     tools: Tools | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, Meta(description="not used")] = None
     web_search_options: Neutral = None
 
 
@@ -487,17 +635,23 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 class ChoicesRequest(Body, frozen=True, kw_only=True):
     """POST /v1/choices."""
 
-    model: str
+    model: ModelName = None
     prompt: Annotated[str, Meta(description="the text before each choice; with a program, what follows its branch")]
     choices: Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_CHOICES)]
     unconditional: Annotated[Flag, Meta(description="score the choices without the prompt, too; false")] = None
     program: ProgramCall | None = None
 
 
+Truncate = Annotated[
+    bool | Literal["NONE", "START", "END"] | None,
+    Meta(description="cut what does not fit, as truncate_prompt_tokens -1: true or END at its end, START at its start"),
+]
+
+
 class EmbeddingsRequest(Body, frozen=True, kw_only=True):
     """POST /v1/embeddings."""
 
-    model: str
+    model: ModelName = None
     input: Annotated[
         str | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)],
         Meta(description="a text, token ids, a list of texts, or a list of lists of token ids"),
@@ -509,6 +663,9 @@ class EmbeddingsRequest(Body, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=INT32)] | None,
         Meta(description="how many numbers of each embedding are kept, the first ones; all"),
     ] = None
+    truncate_prompt_tokens: Truncation = None
+    truncation_side: TruncationSide = None
+    truncate: Truncate = None
     user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
 
 
@@ -526,7 +683,7 @@ Instruction = Annotated[
 class RerankRequest(Body, frozen=True, kw_only=True):
     """POST /v1/rerank."""
 
-    model: str
+    model: ModelName = None
     query: str
     documents: Annotated[list[str | SourceText], Meta(min_length=1)]
     top_n: Annotated[
@@ -534,6 +691,9 @@ class RerankRequest(Body, frozen=True, kw_only=True):
     ] = None
     return_documents: Annotated[Flag, Meta(description="the answer repeats the documents; true")] = None
     instruction: Instruction = None
+    truncate_prompt_tokens: Truncation = None
+    truncation_side: TruncationSide = None
+    truncate: Truncate = None
     user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
 
 
@@ -544,19 +704,22 @@ class ScoreRequest(Body, frozen=True, kw_only=True):
     """POST /v1/score: `text_1` and `text_2`, or `queries` and `documents`; one text to one, to many, or many to as
     many."""
 
-    model: str
+    model: ModelName = None
     text_1: Annotated[ScoredTexts, Meta(description="queries")] = None
     text_2: Annotated[ScoredTexts, Meta(description="documents")] = None
     queries: ScoredTexts = None
     documents: ScoredTexts = None
     instruction: Instruction = None
+    truncate_prompt_tokens: Truncation = None
+    truncation_side: TruncationSide = None
+    truncate: Truncate = None
     user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
 
 
 class TokenizeRequest(Body, frozen=True):
     """POST /tokenize: a text (`prompt`) or a conversation (`messages`)."""
 
-    model: str | None = None
+    model: ModelName = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: Annotated[
@@ -565,6 +728,10 @@ class TokenizeRequest(Body, frozen=True):
     add_generation_prompt: Annotated[
         Flag, Meta(description="end a conversation where the answer begins; true for messages")
     ] = None
+    continue_final_message: Annotated[
+        Flag, Meta(description="the last message, the assistant's, is the beginning of the answer; false")
+    ] = None
+    return_token_strs: Annotated[Flag, Meta(description="name the tokens as the vocabulary spells them; false")] = None
     chat_template_kwargs: TemplateArguments = None
     tools: Tools | None = None
 
@@ -572,7 +739,7 @@ class TokenizeRequest(Body, frozen=True):
 class DetokenizeRequest(Body, frozen=True, kw_only=True):
     """POST /detokenize."""
 
-    model: str | None = None
+    model: ModelName = None
     tokens: list[TokenId]
     skip_special_tokens: Annotated[Flag, Meta(description="leave special tokens out of the text; false")] = None
 
@@ -588,6 +755,18 @@ class LoadLoraRequest(Body, frozen=True, kw_only=True):
     base_model: Annotated[str | None, Meta(description="the model that it is for; needed where there are several")] = (
         None
     )
+
+
+class AbortRequest(Body, frozen=True, kw_only=True):
+    """POST /abort_request: requests of the client's own that are to end."""
+
+    rid: Annotated[str | None, Meta(description="the name of a request")] = None
+    request_ids: Annotated[
+        Annotated[list[NonEmpty], Meta(max_length=1024)] | None, Meta(description="names of requests")
+    ] = None
+    abort_all: Annotated[
+        Flag, Meta(description="all requests of the client's key; without keys, all, for clients on this machine")
+    ] = None
 
 
 class UnloadLoraRequest(Body, frozen=True, kw_only=True):

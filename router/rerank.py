@@ -12,13 +12,15 @@ from router.output_text import Piece
 from router.requests import RerankRequest, ScoreRequest
 from router.responses import PromptUsage, RankedDocument, Reranking, Score, Scores, SourceDocument, Usage
 from router.scoring import ScoringJob, Texts
+from router.truncation import Truncation
 
 
 def rerank_texts(request: RerankRequest, max_documents: int) -> Texts:
     """The pairs of a request for a ranking. Raises ApiError."""
     documents = [entry if isinstance(entry, str) else entry.text for entry in request.documents]
     _check_number(len(documents), max_documents, "documents")
-    return Texts([request.query], documents, "query", "documents", request.instruction)
+    truncation = Truncation.asked(request, "right")
+    return Texts([request.query], documents, "query", "documents", request.instruction, truncation)
 
 
 def score_texts(request: ScoreRequest, max_documents: int) -> Texts:
@@ -34,7 +36,7 @@ def score_texts(request: ScoreRequest, max_documents: int) -> Texts:
     if len(queries) not in (1, len(documents)):
         message = f"{first!r} has {len(queries)} texts and {second!r} has {len(documents)}"
         raise invalid(f"{message}: the first must have one, or as many as the second.", first)
-    return Texts(queries, documents, first, second, request.instruction)
+    return Texts(queries, documents, first, second, request.instruction, Truncation.asked(request, "right"))
 
 
 def _check_number(documents: int, most: int, param: str) -> None:

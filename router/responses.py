@@ -64,6 +64,22 @@ class Usage(msgspec.Struct):
 ChunkUsage = Usage | UnsetType | None  # in a chunk: left out, null before the end, or the usage so far
 
 
+# What ended a choice, by vLLM's name (`stop_reason`: null for the model's own end tokens) and by SGLang's
+# (`matched_stop`): the stop string, the token's id, or null.
+StoppedBy = str | int | None
+
+
+class PromptLogprob(msgspec.Struct):
+    """The natural log probability of a token at a position of the prompt. `rank`: 1 for the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by position, then by token id; null for the first token
+
+
 # ---------------------------------------------------------------- chat
 
 
@@ -99,14 +115,15 @@ class MessageToolCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """The answer. `content` is null where there are only calls. Thinking has both of the names that clients know."""
+    """The answer. `content` is null where there are only calls. Thinking has both of the names that clients know; they
+    are null where a model that can think has not, and missing for a model that cannot."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
 
 
 class SchemaReport(msgspec.Struct):
@@ -136,6 +153,8 @@ class ChatChoice(msgspec.Struct):
     finish_reason: FinishReason
     token_ids: list[int] | UnsetType = UNSET  # present if the request asks for them
     schema_check: SchemaReport | UnsetType = UNSET
+    stop_reason: StoppedBy = None
+    matched_stop: StoppedBy = None
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -146,6 +165,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     service_tier: Literal["default"] | UnsetType = UNSET  # present if the request names one
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET  # these two are present if the request asks for them
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct):
@@ -166,8 +187,8 @@ class Delta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -177,6 +198,8 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
     schema_check: SchemaReport | UnsetType = UNSET
+    stop_reason: StoppedBy | UnsetType = UNSET  # these two are present in the last chunk of a choice
+    matched_stop: StoppedBy | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -187,6 +210,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     service_tier: Literal["default"] | UnsetType = UNSET
     usage: ChunkUsage = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # present in the first chunk, if the request asks for them
 
 
 # ---------------------------------------------------------------- completions
@@ -207,8 +231,12 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
-    token_ids: list[int] | UnsetType = UNSET  # present if the request asks for them
+    token_ids: list[int] | UnsetType = UNSET  # these three are present if the request asks for them
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     schema_check: SchemaReport | UnsetType = UNSET
+    stop_reason: StoppedBy | UnsetType = UNSET  # these two are present where there is a finish_reason
+    matched_stop: StoppedBy | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -333,9 +361,12 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct):
+    """The tokens of a text. `token_strs`: as the vocabulary spells them, if the request asks for it."""
+
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None = None
 
 
 class DetokenizeResponse(msgspec.Struct):
@@ -351,6 +382,19 @@ class TokenizerInfo(msgspec.Struct):
     pad_token: str | None
     unk_token: str | None
     chat_template: str | None
+
+
+class FlushedCache(msgspec.Struct):
+    """Caches that were emptied. `tokens_in_use`: KV tokens that running requests hold, which stay while they run."""
+
+    replicas: int = 0
+    tokens_in_use: int = 0
+
+
+class AbortedRequests(msgspec.Struct):
+    """`aborted`: requests that were ended at this router. Other routers end theirs, and are not counted."""
+
+    aborted: int
 
 
 class Version(msgspec.Struct):

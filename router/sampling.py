@@ -2,9 +2,11 @@
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 
 from router.errors import invalid
 from router.requests import GenerationRequest
+from router.tokenizer import Tokenizer
 from worker.messages import Grammar, SamplingParams
 
 _SEED_BITS = 63
@@ -18,15 +20,17 @@ def sampling_params(
     grammar: Grammar | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """The sampling parameters, without `max_tokens` and `seed`, which differ between sequences (`max_tokens` is 1
-    here)."""
+    here). `bad_words`: as `bad_word_ids` returns them."""
     temperature = 1.0 if request.temperature is None else request.temperature
     top_k, top_p = max(request.top_k or 0, 0), 1.0 if request.top_p is None else request.top_p
     if top_p == 0:  # at least one token stays: the likeliest
         top_k, top_p = 1, 1.0
     for token_id in request.stop_token_ids or ():
         _check_token(token_id, vocab_size, "stop_token_ids")
+    check_token_ids(request.allowed_token_ids or [], vocab_size, "allowed_token_ids")
     return SamplingParams(
         max_tokens=1,
         min_tokens=request.min_tokens or 0,
@@ -43,7 +47,15 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         grammar=grammar,
+        allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
+        bad_words=bad_words,
     )
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The tokens of words that an answer must not have: of each as it is, and after a space."""
+    written = [tokenizer.encode_continuation(text) for word in words for text in (word, f" {word.lstrip()}")]
+    return tuple(dict.fromkeys(tuple(token_ids) for token_ids in written if token_ids))
 
 
 def is_greedy(temperature: float) -> bool:

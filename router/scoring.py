@@ -6,16 +6,17 @@ has two sequences, with one answer each after the same prompt. The second one fi
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from router.embeddings import pooled, prompt_tokens, without_text
+from router.embeddings import pooled, pooled_prompts, without_text
 from router.output_text import Piece
 from router.pooling import Pooling, normalised
 from router.prepared_request import Choice, PreparedRequest
 from router.prompts import Prompt, context_room, encode_inside
 from router.responses import finite
 from router.tokenizer import Tokenizer
+from router.truncation import Truncation
 from worker.messages import SamplingParams
 
 BEFORE = (
@@ -30,13 +31,15 @@ ANSWERS = ("yes", "no")
 @dataclass(frozen=True)
 class Texts:
     """The pairs to score, and the client's names for their two sides. There are as many documents as pairs. `queries`
-    has one for each document, or a single one for all."""
+    has one for each document, or a single one for all. `truncation`: what of texts that are too long may be cut; of a
+    reranker's pair, that is the document."""
 
     queries: list[str]
     documents: list[str]
     query_param: str
     document_param: str
     instruction: str | None = None
+    truncation: Truncation | None = None
 
     def query_of(self, document: int) -> int:
         """Index of the query of a document."""
@@ -74,23 +77,24 @@ def scoring_job(
 
 
 def _embeddings(texts: Texts, tokenizer: Tokenizer, context_length: int, pooling: Pooling) -> list[Choice]:
-    encode = partial(prompt_tokens, tokenizer=tokenizer, context_length=context_length)
+    encode = partial(pooled_prompts, tokenizer=tokenizer, context_length=context_length, truncation=texts.truncation)
     sampling, given = pooled(pooling), texts.instruction
     queries = texts.queries if given is None else [f"Instruct: {given}\nQuery:{query}" for query in texts.queries]
-    token_ids = [encode(query, param=texts.query_param) for query in queries]
-    token_ids += [encode(document, param=texts.document_param) for document in texts.documents]
+    token_ids = encode(queries, param=texts.query_param) + encode(texts.documents, param=texts.document_param)
     return [Choice(index, Prompt(ids), sampling, True) for index, ids in enumerate(token_ids)]
 
 
 def _answers(texts: Texts, tokenizer: Tokenizer, context_length: int, pooling: Pooling) -> list[Choice]:
     before, after = tokenizer.encode(BEFORE, False), tokenizer.encode(AFTER, False)
     answers = [tokenizer.encode(answer, False) for answer in ANSWERS]
+    longest = max(map(len, answers))
     instruction = INSTRUCTION if texts.instruction is None else texts.instruction
     sequences: list[Choice] = []
     for number, document in enumerate(texts.documents):
         query = texts.queries[texts.query_of(number)]
-        pair = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-        prompt = before + encode_inside(pair, tokenizer, context_length, texts.document_param) + after
+        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: "
+        pair = _pair(asked, document, texts, tokenizer, context_length, len(before) + len(after), longest)
+        prompt = before + pair + after
         for answer in answers:
             context_room(prompt + answer, context_length, texts.document_param)
             sampling = SamplingParams(
@@ -103,6 +107,25 @@ def _answers(texts: Texts, tokenizer: Tokenizer, context_length: int, pooling: P
             )
             sequences.append(Choice(len(sequences), Prompt(prompt + answer), sampling, answer is answers[0]))
     return sequences
+
+
+def _pair(
+    asked: str, document: str, texts: Texts, tokenizer: Tokenizer, context_length: int, around: int, answer: int
+) -> list[int]:
+    """The tokens of a query and a document. What does not fit, with `around` tokens of the prompt and `answer` ones
+    after it, is cut off the document where the client allows it. Raises ApiError."""
+    cut, param = texts.truncation, texts.document_param
+    if cut is None:
+        return encode_inside(asked + document, tokenizer, context_length, param)
+    room = context_length - around - answer - 1
+    cut = replace(cut, most=None if cut.most is None else max(0, cut.most - around))
+    begin = encode_inside(asked, tokenizer, context_length, texts.query_param)
+    whole = encode_inside(asked + cut.part(document, room), tokenizer, context_length, param)
+    if len(cut.cut(whole, room)) == len(whole):
+        return whole
+    left = replace(cut, most=None if cut.most is None else max(0, cut.most - len(begin)))
+    document_ids = encode_inside(cut.part(document, room), tokenizer, context_length, param)
+    return begin + left.cut(document_ids, max(0, room - len(begin)))
 
 
 def _logprob(answer: Piece) -> float:

@@ -9,6 +9,7 @@ import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.aborts import Aborted
 from router.errors import ApiError, internal
 from router.protocols.dialects import error_event, error_response
 from router.shutdown import Shutdown
@@ -38,19 +39,21 @@ def named_event(name: str, data: msgspec.Struct) -> bytes:
 
 async def unless_gone(scope: Scope, receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """Returns the result of `work`. If the client disconnects first, cancels `work` at once and raises ClientGone; if
-    the `Shutdown` of the request's state comes first, ApiError (503)."""
-    shutdown: Shutdown | None = scope.get("state", {}).get("shutdown")
-    if shutdown is not None and shutdown.has_come:
-        work.close()
-        raise shutdown.error()
+    the `Shutdown` of the request's state comes first, or its `Aborted`, the ApiError of that."""
+    state = scope.get("state", {})
+    ends: list[Shutdown | Aborted] = [end for name in ("shutdown", "aborted") if (end := state.get(name)) is not None]
+    for end in ends:
+        if end.has_come:
+            work.close()
+            raise end.error()
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
-    if shutdown is not None:
-        shutdown.watch(watch)
+    for end in ends:
+        end.watch(watch)
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise shutdown.error() if shutdown is not None and shutdown.has_come else ClientGone
+            raise next((end.error() for end in ends if end.has_come), ClientGone())
         return task.result()
     finally:
         task.cancel()

@@ -27,7 +27,7 @@ class StopMatcher:
         buffer = self._held + text
         start = len(self._held)
         for end, character in enumerate(buffer[start:], start + 1):
-            longest = 0
+            longest = ""
             for number, (stop, borders) in enumerate(self._patterns):
                 state = self._states[number]
                 while state and stop[state] != character:
@@ -35,13 +35,13 @@ class StopMatcher:
                 if stop[state] == character:
                     state += 1
                 if state == len(stop):
-                    longest = max(longest, state)
+                    longest = max(longest, stop, key=len)
                     state = borders[state]
                 self._states[number] = state
             if longest:
                 self._held = ""
-                self.found = buffer[end - longest : end]
-                return buffer[: end if self._include else end - longest], True
+                self.found = longest
+                return buffer[: end if self._include else end - len(longest)], True
         keep = len(buffer) - (0 if self._include else max(self._states))
         self._held = buffer[keep:]
         return buffer[:keep], False

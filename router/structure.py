@@ -6,12 +6,19 @@ from typing import Any
 import msgspec
 
 from router.answer_syntax import AnswerSyntax
+from router.body import read_as
 from router.conversation import Conversation
 from router.errors import invalid
-from router.requests import GenerationRequest, JsonObjectFormat, JsonSchema, JsonSchemaFormat
+from router.requests import GenerationRequest, JsonObjectFormat, JsonSchema, JsonSchemaFormat, StructuralTagFormat
 from worker.messages import Grammar
 
-STRUCTURE = ("response_format", "regex", "choice", "ebnf")  # the replicas' names for a grammar that they refuse
+STRUCTURE = (
+    "response_format",
+    "regex",
+    "choice",
+    "ebnf",
+    "structural_tag",
+)  # the replicas' names for a grammar that they refuse
 
 
 def structure(request: GenerationRequest) -> tuple[str | None, Grammar | None]:
@@ -23,6 +30,8 @@ def structure(request: GenerationRequest) -> tuple[str | None, Grammar | None]:
             asked.append(("response_format", Grammar("json_object")))
         case JsonSchemaFormat(json_schema=json_schema):
             asked.append(("response_format", _of_schema(json_schema)))
+        case StructuralTagFormat() as tag:
+            asked.append(("response_format", _of_tag(tag, "response_format")))
     said = request.structured_outputs
     ways: list[tuple[str, Any]] = [
         ("regex", request.regex),
@@ -37,7 +46,7 @@ def structure(request: GenerationRequest) -> tuple[str | None, Grammar | None]:
     if said is not None:
         ways += [
             (f"structured_outputs.{name}", getattr(said, name))
-            for name in ("json", "regex", "choice", "grammar", "json_object")
+            for name in ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         ]
     asked += [(name, _grammar(name, value)) for name, value in ways if value is not None and value is not False]
     if len(asked) > 1:
@@ -76,10 +85,11 @@ def constrained(
     form = None if is_required else grammar
     if form is None and not are_exact:
         return None, None
-    if form is not None and form.kind == "ebnf" and tools:
+    is_whole = form is not None and form.kind in ("ebnf", "structural_tag")  # it says how the whole text is written
+    if is_whole and tools:
         raise invalid(f"{param!r} excludes calls of 'tools': set 'tool_choice' to 'none', or leave one out.", param)
     is_marked = syntax.format.marks_text and syntax.format.name != ""
-    if form is not None and not tools and (not is_marked or form.kind == "ebnf"):
+    if form is not None and not tools and (not is_marked or is_whole):
         return param, _after_thinking(syntax, form)
     thinking = syntax.format.thinking
     text = {
@@ -109,6 +119,9 @@ def _grammar(name: str, value: Any) -> Grammar:
     kind = name.rpartition(".")[2].removeprefix("guided_")
     if kind == "json_object":
         return Grammar("json_object")
+    if kind == "structural_tag":
+        given = _object(name, value) | {"type": "structural_tag"}
+        return _of_tag(read_as(StructuralTagFormat, given, name), name)
     if kind == "json":
         return Grammar("json_schema", _schema(name, value))
     if kind == "choice":
@@ -116,13 +129,32 @@ def _grammar(name: str, value: Any) -> Grammar:
     return Grammar("regex" if kind == "regex" else "ebnf", value)
 
 
+def _of_tag(tag: StructuralTagFormat, name: str) -> Grammar:
+    """The grammar of a structural tag, in either of its forms."""
+    if (tag.format is None) == (tag.structures is None):
+        raise invalid("A structural tag has either 'format', or 'structures' and 'triggers'.", name)
+    if tag.structures is not None and tag.triggers is None:
+        where = f"{name}.triggers"
+        raise invalid(f"Missing required parameter: {where!r}.", where, "missing_required_parameter")
+    said = {field: value for field, value in msgspec.to_builtins(tag).items() if value is not None}
+    return Grammar("structural_tag", json.dumps(said))
+
+
 def _schema(name: str, schema: dict[str, Any] | str) -> str:
     if not isinstance(schema, str):
         return json.dumps(schema)
+    _object(name, schema)
+    return schema
+
+
+def _object(name: str, value: dict[str, Any] | str) -> dict[str, Any]:
+    """An object that may be sent as text."""
+    if not isinstance(value, str):
+        return value
     try:
-        read = json.loads(schema)
+        read = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise invalid(f"{name!r} is a string that is not JSON: {error}.", name) from None
     if not isinstance(read, dict):
         raise invalid(f"{name!r} is a string, but not of a JSON object, as a schema must be.", name)
-    return schema
+    return read

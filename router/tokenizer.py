@@ -1,19 +1,20 @@
 """Tokenisation and detokenisation for one model."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from router.chat_template import SPECIAL_TOKENS, ChatTemplate, TemplateError
+from router.chat_template import SPECIAL_TOKENS, ChatTemplate, TemplateError, special_tokens, token_content
 from router.detokenizer import Detokenizer, TokenBytes
 from router.formats.families import choose
 from router.formats.format import OutputFormat
 
 # A text with more characters than this per token of context is surely too long, or nothing but blanks.
 CHARACTERS_PER_TOKEN = 16
+_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 _MARK = "\x02"  # a control character that no vocabulary merges with others
 
 
@@ -67,9 +68,12 @@ class Tokenizer:
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing: the router needs a fast tokenizer")
         about = folder / "tokenizer_config.json"
-        config = json.loads(about.read_text()) if about.exists() else {}
+        config = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {}
         config.pop("name_or_path", None)  # a path on the machine where it was made
-        return cls(tokenizers.Tokenizer.from_file(str(path)), ChatTemplate.from_folder(folder), config)
+        texts = special_tokens(folder)
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        _add_tokens(backend, config, texts.values())
+        return cls(backend, ChatTemplate.from_folder(folder), texts | config)
 
     def encode(self, text: str, add_special_tokens: bool = True, context_length: int | None = None) -> list[int]:
         """Returns the tokens of a text. Releases the GIL (`Tokenizer.encode` of the tokenizers package would not).
@@ -115,16 +119,22 @@ class Tokenizer:
         return self._template.render(messages, add_generation_prompt, arguments, tools)
 
     @property
-    def template_source(self) -> str | None:
-        """The text of the chat template; None if the model has none."""
-        return None if self._template is None else self._template.source
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools. Without a template, nothing says that it has none."""
+        return self._template is None or self._template.takes_tools
+
+    @property
+    def reads_tools_of_messages(self) -> bool:
+        """Whether the chat template looks for tools in messages alone."""
+        return self._template is not None and self._template.reads_tools_of_messages
 
     def output_format(
         self, tool_call_parser: str, reasoning_parser: str, config: Mapping[str, Any] | None = None
     ) -> OutputFormat:
         """How the model writes its answers; see `router.formats.families.choose`. `config`: its `config.json`."""
         added = {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
-        return choose(tool_call_parser, reasoning_parser, self.template_source, added.get, config)
+        source = None if self._template is None else f"{self._template.source}{self._template.for_tools}"
+        return choose(tool_call_parser, reasoning_parser, source, added.get, config)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of all tokens at once. Releases the GIL."""
@@ -144,6 +154,10 @@ class Tokenizer:
             raise KeyError(token)
         return found
 
+    def spelled(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary spells them."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def token_text(self, token_id: int) -> str:
         """A name for one token: its text, or its bytes written as `bytes:\\xe2\\x80` if they are no whole text."""
         data = self.token_bytes[token_id]
@@ -151,6 +165,22 @@ class Tokenizer:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Iterable[str]) -> None:
+    """Adds tokens that `tokenizer_config.json` alone has, as transformers does: fine-tunes have theirs there. Tokens
+    that have a name there, such as `eos_token`, are special, whatever `tokenizer.json` says."""
+    added = config.get("added_tokens_decoder")
+    for number, token in sorted((int(key), token) for key, token in (added if isinstance(added, dict) else {}).items()):
+        text = token_content(token)
+        if text and backend.token_to_id(text) is None and number == backend.get_vocab_size():
+            told = {name: value for name, value in token.items() if name in _TOKEN_FIELDS}
+            kept = tokenizers.AddedToken(**told)
+            backend.add_special_tokens([kept]) if kept.special else backend.add_tokens([kept])
+    more = config.get("additional_special_tokens")
+    named = [*special, *filter(None, map(token_content, more if isinstance(more, list) else ()))]
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    backend.add_special_tokens([text for text in named if text not in known and backend.token_to_id(text) is not None])
 
 
 def _texts(value: Any) -> Any:

@@ -35,7 +35,7 @@ END = b"\n\n"  # of an event
 class Head(msgspec.Struct):
     """The fields of a body that decide where it goes, and how the answer comes back."""
 
-    model: str
+    model: str | None = None
     stream: Any = None
 
 

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from shoal.engine import EngineError as EngineError
     from shoal.engine import GeneratedText as GeneratedText
     from shoal.engine import RequestError as RequestError
+    from shoal.runtime import Runtime as Runtime
 
 __version__ = "0.1.0"
 
 _NAMES = {
     "shoal.engine": "Engine EngineError GeneratedText RequestError",
+    "shoal.runtime": "Runtime",
     "shoal.lang.api": (
         "assistant assistant_begin assistant_end flush_cache gen gen_int gen_string get_server_info image select "
         "separate_reasoning system system_begin system_end unordered user user_begin user_end video"
@@ -27,7 +29,10 @@ _NAMES = {
     "shoal.lang.backends.anthropic": "Anthropic",
     "shoal.lang.backends.openai": "OpenAI",
     "shoal.lang.backends.shoal_server": "ShoalServer RuntimeEndpoint",
-    "shoal.lang.choices": "greedy_token_selection token_length_normalized unconditional_likelihood_normalized",
+    "shoal.lang.choices": (
+        "ChoicesDecision ChoicesSamplingMethod greedy_token_selection token_length_normalized "
+        "unconditional_likelihood_normalized"
+    ),
     "shoal.lang.errors": "BackendError NotSupported ProgramError",
     "shoal.lang.function": "Function function",
     "shoal.lang.loop": "in_thread",

@@ -6,7 +6,7 @@ When the connection breaks, the replica aborts the requests of that router, and 
 
 | direction | messages |
 | --- | --- |
-| router to replica | `Generate`, `Abort`, `Release`, `Subscribe` |
+| router to replica | `Generate`, `Abort`, `Release`, `Flush`, `Subscribe` |
 | replica to router | `Hello`, `Outputs`, `CacheEvents`, `ReplicaLoad`, `Routers`, `Leaving`, `Farewell` |
 | a router to the others, through a replica | `UsageReport`, `AdapterChange` |
 
@@ -20,7 +20,7 @@ work together, so routers and replicas may be upgraded one after the other; othe
 3. What only the number before the previous one needed can be removed.
 
 Adapters need no number: a router sends them to replicas that tell `ReplicaLoad.max_loras`, and a replica tells of them
-to routers whose `Subscribe` has `adapters`.
+to routers whose `Subscribe` has `adapters`. So does `Flush`: it goes to replicas that tell `ReplicaLoad.flushed`.
 
 | number | what it added |
 | --- | --- |
@@ -59,6 +59,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     | regex | a regular expression |
     | choice | a JSON list of strings |
     | ebnf | a grammar in GBNF or in Lark |
+    | structural_tag | JSON: a structural tag as xgrammar has it |
     | tool_calls | JSON as `worker.structured_output.tool_calls.ToolCalls` has it |
 
     `after`: free text comes first, up to this marker and with it, such as `</think>`. Then the grammar applies.
@@ -69,7 +70,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     output is judged when it ends (`SchemaCheck`).
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "tool_calls"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "structural_tag", "tool_calls"]
     text: str = ""
     after: str | None = None
     begin: str | None = None
@@ -84,6 +85,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     - `logprobs` None: no log probabilities. k >= 0: those of the chosen token and of the k likeliest tokens.
     - `prompt_logprobs`: the same for the prompt's tokens (for `echo`), from position `prompt_logprobs_start` on. Tokens
       before the one that precedes it may come from the cache.
+    - `allowed_token_ids`: the only tokens of the output; empty for all. `bad_words`: sequences of tokens that it does
+      not have.
     - `pooling`: the request wants the embedding of its prompt, and no tokens. last: the hidden state of the last token,
       after the final norm. mean: the average over all tokens; nothing of the prompt may come from the cache. Of the
       other parameters, only `max_tokens` 1 goes with it.
@@ -108,6 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     prompt_logprobs_start: int = 0
     logit_bias: dict[int, float] = {}
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     pooling: Literal["last", "mean"] | None = None
 
 
@@ -197,6 +202,12 @@ class Release(msgspec.Struct, tag=True):
     owners: list[str]
 
 
+class Flush(msgspec.Struct, tag=True):
+    """Empty the cache of prefixes, but for what running requests hold. `ReplicaLoad.flushed` has the id afterwards."""
+
+    id: str
+
+
 class LengthSample(msgspec.Struct, frozen=True, array_like=True):
     """An output that has ended, as `worker.lengths` learns from it: its request's `features`, little-endian uint16 [n];
     its `tokens`; whether its limit has cut it. About 1 kB."""
@@ -234,12 +245,14 @@ class ClientUsage(msgspec.Struct, frozen=True, array_like=True):
     tokens_per_minute: int
 
 
-class UsageReport(msgspec.Struct, tag=True):
+class UsageReport(msgspec.Struct, tag=True, omit_defaults=True):
     """News about clients with limits, for all other routers: the replica passes the message on to those that have
-    subscribed. `router`: a unique name of the sender. `clients`: by `router.key_file.ApiClient.tenant`."""
+    subscribed. `router`: a unique name of the sender. `clients`: by `router.key_file.ApiClient.tenant`; `aborts`,
+    likewise: names of requests that their clients want to end, empty for all of them."""
 
     router: str
     clients: dict[str, ClientUsage]
+    aborts: dict[str, list[str]] = {}
 
 
 class AdapterChange(msgspec.Struct, tag=True):
@@ -250,7 +263,7 @@ class AdapterChange(msgspec.Struct, tag=True):
     unloaded: list[str] = []
 
 
-FromRouter = Generate | Abort | Release | Subscribe | UsageReport | AdapterChange
+FromRouter = Generate | Abort | Release | Flush | Subscribe | UsageReport | AdapterChange
 
 # ---------------------------------------------------------------- replica to router
 
@@ -264,11 +277,13 @@ class Hello(msgspec.Struct, tag=True):
 
 class TokenLogprobs(msgspec.Struct, omit_defaults=True):
     """Natural log probabilities at one position: of the sampled (or prompt) token, and in `top` of the likeliest
-    tokens, best first. The distribution is the model's, before temperature, penalties and filters."""
+    tokens, best first. The distribution is the model's, before temperature, penalties and filters. `rank`, of a
+    prompt's token: 1 for the likeliest of all."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = []
+    rank: int = 0
 
 
 class Failure(msgspec.Struct):
@@ -445,6 +460,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `adapters_running`, `adapters_waiting` | names of the adapters of running and of waiting requests |
     | `adapter_loads` | adapters that were copied to the device |
     | `refused_routers` | routers that subscribed with a protocol number that does not work together with this one's |
+    | `flushed` | ids of the `Flush` messages since the last load; None: the replica does not know them |
     | `costs` | as the replica's fitted cost models predict them now |
     """
 
@@ -488,6 +504,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     expert_tokens: list[int] = []
     expert_imbalance: float | None = None
     refused_routers: int = 0
+    flushed: list[str] | None = None
     costs: StepCosts = StepCosts()
 
 

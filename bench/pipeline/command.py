@@ -6,6 +6,7 @@ schedule.
     shoal bench pipeline                         without a GPU: a small model in two stages, takes some minutes
     shoal bench pipeline --device cpu --layouts pp2,tp2 --schedules uniform --jobs mini_half
     shoal bench pipeline --device cpu --layouts pp2 --nodes 2 --schedules uniform
+    shoal bench pipeline --model llama-70b --layouts tp8pp2 --address auto       on the machines of a Ray cluster
     shoal bench pipeline --plan falcon-180b --objectives strict,relaxed
 
 Models have random weights. Sampling is greedy, and every output has its full length. Requests arrive as a Poisson
@@ -34,11 +35,12 @@ With --plan nothing is measured: the machines are simulated, with the real sched
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,10 +69,13 @@ from shoal.help import Parser
 from worker.config import WorkerConfig
 
 if TYPE_CHECKING:
+    import torch
+
+    from bench.pipeline.ray_nodes import Nodes
     from bench.pipeline.real_site import ReplicaSource
 
 LINKS = ("nvlink", "sockets")
-MEASURED = ("model", "link", "nodes")  # options for real machines only
+MEASURED = ("model", "link", "nodes", "address")  # options for real machines only
 PLANNED_AND_MEASURED = "simulated.llama-70b", "pipeline.sockets"  # names of results on the same machines
 VARIED = {"tp", "pp", "schedule", "tbt_slo", "load_format"}
 PLANNED_BUDGET, PLANNED_RUNNING = 8192, 256
@@ -143,7 +148,11 @@ def parser() -> Parser:
     what.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: 0)")
     where = p.add_argument_group("where")
     where.add_argument("--link", choices=LINKS, help=f"what NCCL may use {_default('link')}")
-    where.add_argument("--nodes", type=_none_or_count, metavar="N", help="through Ray, on N nodes of this machine")
+    nodes = where.add_mutually_exclusive_group()
+    nodes.add_argument("--nodes", type=_none_or_count, metavar="N", help="through Ray, on N nodes of this machine")
+    nodes.add_argument(
+        "--address", metavar="HOST:PORT", help="on the nodes of this Ray cluster; auto: of the one that runs here"
+    )
     out = p.add_argument_group("what comes of it")
     out.add_argument("--name", help="of the result (default: as its figures' names begin)")
     out.add_argument("--out", type=Path, metavar="DIR", help="default: bench/results; on a CPU shoal-bench")
@@ -204,23 +213,41 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         settings = flags.given(args, WorkerConfig)
-        _complete(args, settings)
-        return plan(args, settings) if args.plan else measure(args, settings)
+        if args.plan:
+            _complete(args, settings, on_cpu=False)
+            return plan(args, settings)
+        with _joined(args.address) as nodes:
+            if nodes is not None:
+                settings["device"] = nodes.device(settings.get("device", "auto"))
+            _complete(args, settings, on_cpu=settings["device"] == "cpu" if nodes else not on_gpu(settings))
+            return measure(args, settings, nodes)
     except (RuntimeError, ValueError, OSError) as error:
         print(f"shoal bench pipeline: {error}", file=sys.stderr)
         return 1
 
 
-def _complete(args: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """Fills in the defaults, and prints those of a CPU. Raises ValueError for options that have no effect with
-    --plan."""
+@contextlib.contextmanager
+def _joined(address: str | None) -> "Iterator[Nodes | None]":
+    """The nodes of the Ray cluster at `address`; None if none is given."""
+    if address is None:
+        yield None
+        return
+    from bench.pipeline.ray_nodes import Nodes
+
+    with contextlib.closing(Nodes.joined(address)) as nodes:
+        yield nodes
+
+
+def _complete(args: argparse.Namespace, settings: dict[str, Any], on_cpu: bool) -> None:
+    """Fills in the defaults, and prints those of a CPU. Raises ValueError for options that have no effect."""
     given = [name for name in MEASURED if getattr(args, name) is not None]
     if args.plan and (idle := [*given, *sorted(settings.keys() - {"max_running"})]):
         flag = f"--{idle[0].replace('_', '-')}"
         raise ValueError(
             f"{flag} does nothing with --plan, whose machines, models and replicas are given: leave it out"
         )
-    on_cpu = not args.plan and not on_gpu(settings)
+    if args.address and args.link:
+        raise ValueError("--link does nothing with --address, where the nodes' own network is measured: leave it out")
     usual = DEFAULTS | ON_CPU if on_cpu else DEFAULTS
     chosen = {name: value for name, value in usual.items() if getattr(args, name) is None}
     for name, value in chosen.items():
@@ -296,37 +323,43 @@ def _conclude(args: argparse.Namespace, sweep: ResultStore, survey: ExperimentGr
 # ---------------------------------------------------------------- real machines
 
 
-def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
-    """Runs the benchmark on real ranks."""
+def measure(args: argparse.Namespace, settings: dict[str, Any], nodes: "Nodes | None" = None) -> int:
+    """Runs the benchmark on real ranks: of this machine, or of `nodes`."""
+    import torch
+
     from bench.pipeline.real_site import RealSite
     from worker.engine.cost_store import rows_of
-    from worker.executor.gpu_defaults import resolve_device, with_gpu_defaults
 
     layouts = args.layouts or [ParallelLayout(1, 2)]
     settings = {"load_format": "dummy", "context_length": max(1024, LONGEST // args.shrink)} | settings
-    device, dtype = resolve_device(WorkerConfig(**settings, tp=layouts[0].tp, pp=layouts[0].pp))
+    if nodes is None:
+        configs, dtype = settled(args.model, settings, layouts)
+    else:  # this machine may have no GPU
+        gpus = int(settings["device"] == "cuda")
+        configs, dtype = nodes.call(settled, args.model, settings, layouts, gpus=gpus)
+    config = configs[0]
+    device = torch.device(config.device)
     on_gpu = device.type == "cuda"
     traffics, jobs = _loads(args)
-    if on_gpu and args.link == "sockets":
+    link = "network" if nodes else args.link
+    if on_gpu and link == "sockets":
         os.environ.update(link_speed.SOCKETS)
-    prefix, base = (f"pipeline.{args.link}", "pipeline") if on_gpu else ("cpu.pipeline", "cpu.pipeline")
+    prefix, base = (f"pipeline.{link}", "pipeline") if on_gpu else ("cpu.pipeline", "cpu.pipeline")
     if on_gpu and (args.model, layouts[0].devices) != AIMED:
         prefix += f".{args.model}.{layouts[0]}"
-    where = {"link": args.link if on_gpu else "gloo", "nodes": args.nodes}
+    where = {"link": link if on_gpu or nodes else "gloo", "nodes": len(nodes) if nodes else args.nodes}
     about = _described(args, model=args.model, replica=settings, features=FEATURES, **where)
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
         folder = dummy_models.write(args.model, Path(scratch) / args.model)
-        configs = [
-            with_gpu_defaults(WorkerConfig(**settings, tp=layout.tp, pp=layout.pp), folder) for layout in layouts
-        ]
-        config = configs[0]
-        _check(folder, configs, on_gpu)
+        _check(folder, configs, on_gpu and nodes is None)
         sweep = _sweep(args, prefix, about)
-        speed = sweep.point("link", lambda: asdict(link_speed.measure(device.type)))
+        measured = nodes.link if nodes else link_speed.measure
+        speed = sweep.point("link", lambda: asdict(measured(device.type)))
         say(f"link: {number(speed['bytes_per_s'] / 1e9)} GB/s, {number(speed['latency_s'] * 1e6)} us")
-        targets = _targets(args, folder, settings, layouts, on_gpu)
-        try:
-            site = RealSite(targets, Vocabulary(args.seed, 0, HIGHEST_ID), args.traces / sweep.name, on_gpu)
+        with _targets(args, nodes, folder, settings, layouts, on_gpu) as targets:
+            # Only this machine's meters of energy can be read.
+            metered = on_gpu and nodes is None
+            site = RealSite(targets, Vocabulary(args.seed, 0, HIGHEST_ID), args.traces / sweep.name, metered)
             study = _study(args, sweep, site, config.token_budget, config.max_running)
             known = published("long", min(args.requests, LEARNED), args.seed + 1, args.shrink).at_once()
             ours = Setting(OURS, config.token_budget)
@@ -341,13 +374,26 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             findings.meter(survey.floods)
             sweep.raw["simulator"] = findings.simulator(survey.floods)
             return _conclude(args, sweep, survey, findings)
-        finally:
-            targets.close()
+
+
+def settled(
+    model: str, settings: dict[str, Any], layouts: list[ParallelLayout]
+) -> "tuple[list[WorkerConfig], torch.dtype]":
+    """The configurations of a shape's replicas by layout, with the device of the machine that this runs on and its
+    defaults, and the dtype."""
+    from worker.executor.gpu_defaults import resolve_device, with_gpu_defaults
+
+    device, dtype = resolve_device(WorkerConfig(**settings, tp=layouts[0].tp, pp=layouts[0].pp))
+    settings = settings | {"device": device.type}
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
+        folder = dummy_models.write(model, Path(scratch) / model)
+        configs = [WorkerConfig(**settings, tp=layout.tp, pp=layout.pp) for layout in layouts]
+        return [with_gpu_defaults(config, folder) for config in configs], dtype
 
 
 def _check(folder: Path, configs: list[WorkerConfig], on_gpu: bool) -> None:
-    """Raises ValueError if the model in `folder` has too few layers or heads for the ranks, or this machine too few
-    GPUs."""
+    """Raises ValueError if the model in `folder` has too few layers or heads for the ranks, or if this machine, with
+    `on_gpu`, has too few GPUs."""
     import torch
 
     from worker.models.config import decoder_config, read_config
@@ -366,16 +412,30 @@ def _check(folder: Path, configs: list[WorkerConfig], on_gpu: bool) -> None:
             raise ValueError(f"tp={config.tp}, pp={config.pp}, but this machine has {gpus} GPUs: name other --layouts")
 
 
+@contextlib.contextmanager
 def _targets(
-    args: argparse.Namespace, folder: Path, settings: dict[str, Any], layouts: list[ParallelLayout], on_gpu: bool
-) -> "ReplicaSource":
-    if args.nodes:
-        from bench.pipeline.ray_nodes import RayNodes
+    args: argparse.Namespace,
+    nodes: "Nodes | None",
+    folder: Path,
+    settings: dict[str, Any],
+    layouts: list[ParallelLayout],
+    on_gpu: bool,
+) -> "Iterator[ReplicaSource]":
+    with contextlib.ExitStack() as stack:
+        if nodes is None and not args.nodes:
+            from bench.pipeline.local_ranks import LocalRanks
 
-        return RayNodes(folder, settings, args.nodes, layouts, on_gpu)
-    from bench.pipeline.local_ranks import LocalRanks
+            yield stack.enter_context(contextlib.closing(LocalRanks(folder, settings)))
+            return
+        from bench.pipeline.ray_nodes import Nodes, RayNodes
 
-    return LocalRanks(folder, settings)
+        if nodes is None:
+            nodes = stack.enter_context(contextlib.closing(Nodes.started(args.nodes, layouts, on_gpu)))
+        else:
+            nodes.write(args.model, folder)
+        source = stack.enter_context(contextlib.closing(RayNodes(nodes, folder, settings, on_gpu)))
+        source.check(layouts)
+        yield source
 
 
 # ---------------------------------------------------------------- simulated machines

@@ -1,22 +1,166 @@
-"""Replicas on several Ray nodes, all of them on this machine, with the stages of a replica on different nodes."""
+"""Replicas on several Ray nodes, with the stages of a replica spread over them: nodes of a cluster that runs, or nodes
+that are started on this machine."""
 
+import shutil
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import zmq
+from ray._private.state import available_resources_per_node
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bench.pipeline.layout import ParallelLayout, Setting
+from bench.replica import dummy_models, link_speed
+from cluster import local
 from cluster.config import Config
 from cluster.replica import bundles, start_ranks
 from pipeline.cost import CostModel
 from pipeline.meter import Meter
 from worker.messages import Abort, Generate, Output, Outputs, decode_from_replica, encode
 
+Result = TypeVar("Result")
+
 START_S = 600.0
+FREE_S = 20.0  # how long Ray may take to give back what a replica before this one had
 STORE_BYTES = 80 << 20  # Ray's object store, which is not used here
+ON_NODE = "ray.io/node-id"  # a label that Ray gives every node
+ROUNDING = 1e-4  # resources are counted in ten-thousandths
+
+
+class Nodes:
+    """A Ray cluster, of which this process is part."""
+
+    def __init__(self, own: Cluster | None = None) -> None:
+        """`own`: the cluster, if it ends with this."""
+        self._own = own
+        self._copies: list[Path] = []
+
+    @classmethod
+    def joined(cls, address: str) -> "Nodes":
+        """The cluster at host:port, or "auto": the one that this machine is part of. Raises RuntimeError."""
+        local.join_or_tell(address)
+        return cls()
+
+    @classmethod
+    def started(cls, count: int, layouts: list[ParallelLayout], on_gpu: bool) -> "Nodes":
+        """Nodes on this machine, which share evenly the devices of the largest of `layouts`."""
+        each = -(-max(layout.devices for layout in layouts) // count)
+        cluster = Cluster()
+        for node in range(count):
+            options: dict[str, Any] = {"num_gpus": each} if on_gpu else {}
+            # Otherwise all nodes would number this machine's GPUs from the first.
+            seen = ",".join(str(node * each + i) for i in range(each))
+            cluster.add_node(
+                num_cpus=each + 1,  # an integer: the control actor needs part of the extra one
+                object_store_memory=STORE_BYTES,
+                include_dashboard=False,
+                env_vars={"CUDA_VISIBLE_DEVICES": seen if on_gpu else ""},
+                **options,
+            )
+        ray.init(address=cluster.address, log_to_driver=False)
+        return cls(cluster)
+
+    def device(self, asked: str) -> str:
+        """The device of replicas. `asked`: cpu, cuda or auto, a GPU if there is any."""
+        return ("cuda" if ray.cluster_resources().get("GPU") else "cpu") if asked == "auto" else asked
+
+    def __len__(self) -> int:
+        return len(_alive())
+
+    def stages(self, config: Config) -> list[str]:
+        """The nodes of a replica's stages, by id, as `spread` chooses them among those with room. Raises ValueError."""
+        stage = bundles(config)[1]
+        deadline = time.monotonic() + FREE_S
+        while True:
+            free = available_resources_per_node()
+            try:
+                return spread({node: free.get(node, {}) for node in _alive()}, stage, config.pp)
+            except ValueError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+    def call(self, function: Callable[..., Result], *arguments: Any, gpus: int = 0) -> Result:
+        """Runs `function` on a node. `gpus`: how many it may use there."""
+        result: Result = ray.get(ray.remote(function).options(num_cpus=0, num_gpus=gpus).remote(*arguments))  # type: ignore[attr-defined]
+        return result
+
+    def write(self, model: str, folder: Path) -> None:
+        """Writes a model of `bench.replica.dummy_models` to the same folder on all nodes. `close` removes it, with the
+        folder above."""
+        self._copies.append(folder.parent)
+        self._everywhere(dummy_models.write, model, folder)
+
+    def link(self, device: str) -> link_speed.Speed:
+        """The speed of the link between the nodes of two stages, or between two processes of the only node."""
+        need = {"GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
+        free = available_resources_per_node()
+        ends = [_End.options(**_on(node), num_gpus=need.get("GPU", 0)).remote() for node in spread(free, need, 2)]  # type: ignore[attr-defined]
+        try:
+            address = ray.get(ends[0].open.remote())
+            found = ray.get([end.run.remote(rank, address, device) for rank, end in enumerate(ends)], timeout=START_S)
+        finally:
+            for end in ends:
+                ray.kill(end)
+        return link_speed.fit(found[0])
+
+    def close(self) -> None:
+        for folder in self._copies:
+            self._everywhere(shutil.rmtree, folder, True)
+        ray.shutdown()
+        if self._own is not None:
+            self._own.shutdown()
+
+    def _everywhere(self, function: Callable[..., Any], *arguments: Any) -> None:
+        ray.get([ray.remote(function).options(**_on(node)).remote(*arguments) for node in _alive()])  # type: ignore[attr-defined]
+
+
+@ray.remote(num_cpus=0)
+class _End:
+    """One end of a link."""
+
+    def open(self) -> str:
+        from worker.executor.multi_rank import open_store
+
+        self._store, address = open_store(ray.util.get_node_ip_address())
+        return address
+
+    def run(self, rank: int, address: str, device: str) -> dict[int, float]:
+        return link_speed.one_end(rank, address, device)
+
+
+def _alive() -> list[str]:
+    """The ids of all nodes, in the order of their addresses."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return [node["NodeID"] for node in sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))]
+
+
+def _on(node: str) -> dict[str, Any]:
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+def spread(free: Mapping[str, Mapping[str, float]], stage: Mapping[str, float], count: int) -> list[str]:
+    """The nodes of `count` stages: on as many nodes as have room, as evenly as can be, neighbours together. `free` has
+    the free resources by node, and `stage` those that a stage needs. Raises ValueError if there is no room."""
+    room = {
+        node: min(int((there.get(name, 0) + ROUNDING) / needed) for name, needed in stage.items())
+        for node, there in free.items()
+    }
+    if sum(room.values()) < count:
+        needed = ", ".join(f"{amount:g} {name}" for name, amount in stage.items())
+        raise ValueError(
+            f"{count} stages need {needed} each, and the {len(room)} nodes have room for {sum(room.values())}: name "
+            "other --layouts, or end what uses the nodes (shoal stop)"
+        )
+    given = dict.fromkeys(room, 0)
+    for _ in range(count):
+        given[min((node for node in given if given[node] < room[node]), key=given.__getitem__)] += 1
+    return [node for node, stages in given.items() for _ in range(stages)]
 
 
 class Remote:
@@ -58,40 +202,34 @@ class Remote:
 
 
 class RayNodes:
-    """A `bench.pipeline.real_site.ReplicaSource` on `count` nodes, which share evenly the devices of the largest of
-    `layouts`. Every setting has its own replica."""
+    """A `bench.pipeline.real_site.ReplicaSource` on nodes. Every setting has its own replica."""
 
-    def __init__(
-        self, folder: Path, settings: dict[str, Any], count: int, layouts: list[ParallelLayout], on_gpu: bool
-    ) -> None:
-        self._folder, self._settings, self._on_gpu = folder, settings, on_gpu
+    def __init__(self, nodes: Nodes, folder: Path, settings: dict[str, Any], on_gpu: bool) -> None:
+        """`settings`: of every replica of the model in `folder`, which all nodes have."""
+        self._nodes, self._folder, self._settings, self._on_gpu = nodes, folder, settings, on_gpu
         self._under: tuple[ParallelLayout, Setting] | None = None
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._target: Remote | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        each = -(-max(layout.devices for layout in layouts) // count)
-        self._cluster = Cluster()
-        for node in range(count):
-            options: dict[str, Any] = {"num_gpus": each} if on_gpu else {}
-            # Otherwise all nodes would number this machine's GPUs from the first.
-            seen = ",".join(str(node * each + i) for i in range(each))
-            self._cluster.add_node(
-                num_cpus=each + 1,  # an integer: the control actor needs part of the extra one
-                object_store_memory=STORE_BYTES,
-                include_dashboard=False,
-                env_vars={"CUDA_VISIBLE_DEVICES": seen if on_gpu else ""},
-                **options,
-            )
-        ray.init(address=self._cluster.address, log_to_driver=False)
+
+    def config(self, layout: ParallelLayout) -> Config:
+        ranks = {"device": "cuda" if self._on_gpu else "cpu", "tp": layout.tp, "pp": layout.pp, "cpus_per_rank": 1}
+        return Config(model=str(self._folder), **self._settings | ranks)
+
+    def check(self, layouts: list[ParallelLayout]) -> None:
+        """Raises ValueError if the nodes have no room for one of `layouts`."""
+        for layout in layouts:
+            self._nodes.stages(self.config(layout))
 
     def under(self, layout: ParallelLayout, setting: Setting) -> tuple[Remote, bool]:
         if self._target is not None and self._under == (layout, setting):
             return self._target, False
         self._end()
-        ranks = {"device": "cuda" if self._on_gpu else "cpu", "tp": layout.tp, "pp": layout.pp, "cpus_per_rank": 1}
-        config = setting.applied(Config(model=str(self._folder), **self._settings | ranks))
-        self._group = ray.util.placement_group(bundles(config), strategy="PACK")
+        config = setting.applied(self.config(layout))
+        where = [{ON_NODE: node} for node in self._nodes.stages(config)]
+        # The first bundle is the control actor's, of which there is none here.
+        self._group = placement_group(bundles(config), strategy="PACK", bundle_label_selector=[where[0], *where])
         ray.get(self._group.ready(), timeout=START_S)
         self._actors = start_ranks(config, self._group)
         leader = self._actors[config.leading_rank]
@@ -106,8 +244,6 @@ class RayNodes:
     def close(self) -> None:
         self._end()
         self._context.term()
-        ray.shutdown()
-        self._cluster.shutdown()
 
     def _end(self) -> None:
         if self._target is not None:

@@ -6,6 +6,8 @@ has begun but is wrongly written, the rest of it is passed on as its arguments.
 
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from router.formats.format import CallSyntax, JsonCall, NamedCall, PythonicCall, QuotedCall, TaggedCall, ToolsFormat
 from router.formats.object_call import read_object
@@ -13,7 +15,7 @@ from router.formats.quoted_call import read_quoted
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.tagged_call import read_tagged
-from router.formats.typed_values import literal, plain
+from router.formats.typed_values import literal, plain, typed, value_types
 
 _NAME = re.compile(r"[\w.:/-]*")
 _PYTHON_NAME = re.compile(r"[\w.]*")
@@ -22,6 +24,8 @@ _BLANKS = re.compile(r"[ \t]*")
 _PYTHON_PLAIN = re.compile(r"[^\"'()\[\]{},]*")
 _IN_QUOTES = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
+_NUMBER = frozenset({"number"})  # without quotes, `05` is one
+_AFTER_STRING = frozenset((",", ":", ""))
 _LONGEST_NAME = 256
 
 
@@ -30,7 +34,7 @@ def read_call(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax, know
     if isinstance(syntax, JsonCall):
         return (yield from read_object(reader, syntax, _ends(reader, tools, syntax), known_only))
     if isinstance(syntax, NamedCall):
-        return (yield from _read_named(reader, syntax, _ends(reader, tools, syntax)))
+        return (yield from _read_named(reader, syntax, _ends(reader, tools, syntax), known_only))
     if isinstance(syntax, TaggedCall):
         return (yield from read_tagged(reader, syntax, _ends(reader, tools, syntax), known_only))
     if isinstance(syntax, QuotedCall):
@@ -40,14 +44,14 @@ def read_call(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax, know
 
 def _ends(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax) -> tuple[str, ...]:
     """Marks where a call ends that does not end itself: its end, the section's, and a token that begins another."""
-    begins = tuple(mark for mark in (tools.begin, syntax.begin) if mark in reader.format.bound_markers)
-    return tuple(mark for mark in dict.fromkeys((syntax.end, tools.end, *begins)) if mark)
+    begins = tuple(mark for mark in (*tools.begins, syntax.begin) if mark in reader.format.bound_markers)
+    return tuple(mark for mark in dict.fromkeys((syntax.end, *tools.ends, *begins)) if mark)
 
 
 # ---------------------------------------------------------------- the name, then the arguments
 
 
-def _read_named(reader: AnswerReader, syntax: NamedCall, ends: tuple[str, ...]) -> Reading[bool]:
+def _read_named(reader: AnswerReader, syntax: NamedCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
     source = reader.source
     if syntax.begin and not (yield from source.accept(syntax.begin)):
         return False
@@ -72,6 +76,8 @@ def _read_named(reader: AnswerReader, syntax: NamedCall, ends: tuple[str, ...]) 
         if len(reader.tools) != 1:
             return False
         name = next(iter(reader.tools))
+    if known_only and name not in reader.tools:
+        return False
     reader.begin(name, call_id)
     before, after = syntax.fence
     yield from source.space()
@@ -109,6 +115,8 @@ def _read_pythonic(
         reader.arguments("{}")
         reader.end()
         return True
+    tool = reader.tools.get(name)
+    parameters: Mapping[str, Any] = {} if tool is None else tool.parameters
     has_begun = False
     while True:
         start = source.offset if not has_begun else source.keep()
@@ -135,7 +143,7 @@ def _read_pythonic(
             reader.arguments(value)
             yield from reader.read_raw(ends)
             return True
-        reader.arguments(_as_json(value.strip()))
+        reader.arguments(_as_json(value.strip(), value_types(parameters, key, _NUMBER)))
         yield from source.accept(",")
     source.release()
     reader.arguments("}")
@@ -162,29 +170,74 @@ def _python_value(reader: AnswerReader, ends: tuple[str, ...]) -> Reading[tuple[
         source.at += 1
         parts.append(character)
         if character in "\"'":
-            complete = yield from _python_string(reader, character, parts)
+            complete = yield from _python_string(reader, character, parts, brackets[-1] if brackets else "")
             if not complete:
                 return "".join(parts), False
 
 
-def _python_string(reader: AnswerReader, quote: str, parts: list[str]) -> Reading[bool]:
-    """Adds the rest of a string to `parts`, its quote included. Returns whether it is complete."""
+def _python_string(reader: AnswerReader, quote: str, parts: list[str], bracket: str) -> Reading[bool]:
+    """Adds the rest of a string to `parts`, its quote included. Returns whether it is complete. A quote that nothing
+    follows which may come after a string is part of it. `bracket`: closes the innermost open one in the value."""
     source = reader.source
+    if (yield from source.accept(quote * 2)):
+        if not (yield from _ends_string(reader, bracket)):
+            return (yield from _long_string(reader, quote, parts))
+        source.at -= 2
     while True:
         parts.append((yield from source.pattern(_IN_QUOTES[quote])))
         following = yield from source.character()
         source.at += len(following)
+        if following == quote and not (yield from _ends_string(reader, bracket)):
+            following = f"\\{quote}"
         parts.append(following)
-        if following != "\\":
-            return following == quote
-        escaped = yield from source.character()
-        source.at += len(escaped)
-        parts.append(escaped)
+        if following == "\\":
+            escaped = yield from source.character()
+            source.at += len(escaped)
+            parts.append(escaped)
+        elif following in ("", quote):
+            return bool(following)
 
 
-def _as_json(value: str) -> str:
-    """The JSON of a Python literal. What is none is JSON already, or becomes a string."""
+def _long_string(reader: AnswerReader, quote: str, parts: list[str]) -> Reading[bool]:
+    """Adds the rest of a string that began with three quotes."""
+    source = reader.source
+    parts.append(quote * 2)
+    while True:
+        parts.append((yield from source.pattern(_IN_QUOTES[quote])))
+        if (yield from source.accept(quote * 3)):
+            parts.append(quote * 3)
+            return True
+        for _ in range(2 if (yield from source.character()) == "\\" else 1):
+            following = yield from source.character()
+            source.at += len(following)
+            parts.append(following)
+        if not following:
+            return False
+
+
+def _ends_string(reader: AnswerReader, bracket: str) -> Reading[bool]:
+    """Whether what comes next may follow a string. The source stays where it is."""
+    source = reader.source
+    start, kept = source.offset, source.kept
+    if kept is None:
+        source.keep()
+    space = yield from source.space()
+    following = yield from source.character()
+    if following == ")" and not bracket:  # the call's end, after which no other closes
+        source.at += 1
+        may_follow = (yield from source.character()) not in (")", "'", '"')
+    elif following in (")", "]", "}"):
+        may_follow = following == bracket
+    else:
+        may_follow = following in _AFTER_STRING or (bool(space) and following in _IN_QUOTES)
+    source.kept = kept
+    source.go_to(start)
+    return may_follow
+
+
+def _as_json(value: str, types: frozenset[str]) -> str:
+    """The JSON of a Python literal. What is none is JSON already, or becomes what the tool's schema says."""
     found = literal(value)
     if found is None:
         found = plain(value)
-    return json.dumps(value, ensure_ascii=False) if found is None else found
+    return typed(value, types) if found is None else found

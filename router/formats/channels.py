@@ -41,7 +41,9 @@ def read_channels(reader: AnswerReader, channels: Channels, calls: bool) -> Read
 def _message(reader: AnswerReader, channels: Channels, calls: bool) -> Reading[str]:
     """Reads a message. Returns what it was: thinking, text, a call; empty if it was none."""
     source = reader.source
+    reader.pending = channels.channel
     header = yield from _header(reader, channels)
+    reader.pending = ""
     match = _pattern(channels).fullmatch(header)
     if match is None:
         return ""

@@ -1,6 +1,7 @@
 """The formats of model families by name, and the choice of a model's formats from its chat template.
 
-Names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`.
+Names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`. Where several of its names, or SGLang's, mean
+one format, the others are aliases.
 """
 
 import re
@@ -26,11 +27,12 @@ _DEEPSEEK_CALL_BEGIN, _DEEPSEEK_CALL_END = f"<{_BAR}tool▁call▁begin{_BAR}>",
 _DEEPSEEK_SEPARATOR = f"<{_BAR}tool▁sep{_BAR}>"
 
 
-def _dsml(name: str, section: str) -> ToolsFormat:
+def _dsml(name: str, section: str, other: str) -> ToolsFormat:
     return ToolsFormat(
         name,
         begin=f"<{_DSML}{section}>",
         end=f"</{_DSML}{section}>",
+        others=((f"<{_DSML}{other}>", f"</{_DSML}{other}>"),),
         calls=(
             TaggedCall(
                 begin=f"<{_DSML}invoke name=",
@@ -41,6 +43,7 @@ def _dsml(name: str, section: str) -> ToolsFormat:
                 key_end=">",
                 value_end=f"</{_DSML}parameter>",
                 end=f"</{_DSML}invoke>",
+                bare=True,
             ),
         ),
         pieces=(_DSML,),
@@ -58,6 +61,7 @@ To call a tool, write a JSON object with its name and its arguments between <too
 You may call several tools, each between tags of its own. Then stop: the results come in the next message. If no tool
 is needed, answer without a call."""
 
+_JSON_LIST = JsonCall(list_begin="[", list_end="]", separators=(",",))
 _TOOLS = (
     ToolsFormat(
         "hermes",
@@ -96,9 +100,10 @@ _TOOLS = (
                 key_end=">",
                 value_end="</parameter>",
                 end="</function>",
-                trims=True,
+                bare=True,
             ),
         ),
+        others=(("<tool_call>", "</tool_call>"),),
     ),
     ToolsFormat(
         "llama3_json",
@@ -110,7 +115,7 @@ _TOOLS = (
         "granite",
         begin="<|tool_call|>",
         calls=(
-            JsonCall(list_begin="[", list_end="]", separators=(",",)),
+            _JSON_LIST,
             JsonCall(begin="<tool_call>", list_begin="[", list_end="]", separators=(",",), bare=True),  # version 3.1
         ),
     ),
@@ -118,7 +123,54 @@ _TOOLS = (
         "nemotron_json",
         begin="<TOOLCALL>",
         end="</TOOLCALL>",
-        calls=(JsonCall(list_begin="[", list_end="]", separators=(",",)),),
+        calls=(_JSON_LIST,),
+    ),
+    ToolsFormat(
+        "phi4_mini_json",
+        begin="functools",
+        others=(("<|tool_call|>", "<|/tool_call|>"),),
+        calls=(_JSON_LIST,),
+    ),
+    ToolsFormat(
+        "hunyuan_a13b",
+        begin="<tool_calls>",
+        end="</tool_calls>",
+        calls=(_JSON_LIST,),
+    ),
+    ToolsFormat(
+        "xlam",
+        begin="[TOOL_CALLS]",
+        others=(("<tool_call>", "</tool_call>"), ("```json", "```")),
+        calls=(_JSON_LIST,),
+        bare="[",
+    ),
+    ToolsFormat(
+        "internlm",
+        begin="<|action_start|><|plugin|>",
+        end="<|action_end|>",
+        calls=(JsonCall(),),
+        pieces=("<|action_start|>", "<|plugin|>"),
+    ),
+    ToolsFormat(
+        "cohere_command3",
+        begin="<|START_ACTION|>",
+        end="<|END_ACTION|>",
+        calls=(
+            JsonCall(
+                name_keys=("tool_name", "name"),
+                argument_keys=("parameters", "arguments"),
+                list_begin="[",
+                list_end="]",
+                separators=(",",),
+            ),
+        ),
+        thinking="cohere_command3",
+    ),
+    ToolsFormat(
+        "olmo3",
+        begin="<function_calls>",
+        end="</function_calls>",
+        calls=(PythonicCall(list_begin="", list_end=""),),
     ),
     ToolsFormat("pythonic", calls=(PythonicCall(),), bare="["),
     ToolsFormat("lfm2", begin="<|tool_call_start|>", end="<|tool_call_end|>", calls=(PythonicCall(),)),
@@ -127,7 +179,7 @@ _TOOLS = (
         "mistral",
         begin="[TOOL_CALLS]",
         calls=(
-            JsonCall(list_begin="[", list_end="]", separators=(",",)),
+            _JSON_LIST,
             NamedCall(id_begin="[CALL_ID]", name_ends=("[ARGS]",), brace_ends_name=True),
         ),
         ids="nine",
@@ -143,6 +195,7 @@ _TOOLS = (
                 prefix=f"function{_DEEPSEEK_SEPARATOR}",
                 name_ends=("\n",),
                 fence=("```json", "```"),
+                bare=True,
             ),
         ),
         pieces=(_DEEPSEEK_SEPARATOR,),
@@ -151,10 +204,12 @@ _TOOLS = (
         "deepseek_v31",
         begin=_DEEPSEEK_BEGIN,
         end=_DEEPSEEK_END,
-        calls=(NamedCall(begin=_DEEPSEEK_CALL_BEGIN, end=_DEEPSEEK_CALL_END, name_ends=(_DEEPSEEK_SEPARATOR,)),),
+        calls=(
+            NamedCall(begin=_DEEPSEEK_CALL_BEGIN, end=_DEEPSEEK_CALL_END, name_ends=(_DEEPSEEK_SEPARATOR,), bare=True),
+        ),
     ),
-    _dsml("deepseek_v32", "function_calls"),
-    _dsml("deepseek_v4", "tool_calls"),
+    _dsml("deepseek_v32", "function_calls", "tool_calls"),
+    _dsml("deepseek_v4", "tool_calls", "function_calls"),
     ToolsFormat(
         "glm45",
         calls=(
@@ -169,6 +224,23 @@ _TOOLS = (
         ),
     ),
     ToolsFormat(
+        "hy_v3",
+        begin="<tool_calls>",
+        end="</tool_calls>",
+        calls=(
+            TaggedCall(
+                begin="<tool_call>",
+                name_end="<tool_sep>",
+                key_begin="<arg_key>",
+                key_end="</arg_key>",
+                value_begin="<arg_value>",
+                value_end="</arg_value>",
+                end="</tool_call>",
+                bare=True,
+            ),
+        ),
+    ),
+    ToolsFormat(
         "kimi_k2",
         begin="<|tool_calls_section_begin|>",
         end="<|tool_calls_section_end|>",
@@ -179,6 +251,7 @@ _TOOLS = (
                 name=re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?"),
                 is_id=True,
                 name_ends=("<|tool_call_argument_begin|>",),
+                bare=True,
             ),
         ),
         ids="counted",
@@ -197,6 +270,7 @@ _TOOLS = (
                 key_end="<|sep|>",
                 value_end="<|close|>argument<|sep|>",
                 end="<|close|>call<|sep|>",
+                bare=True,
             ),
         ),
         pieces=("<|open|>", "<|close|>", "<|sep|>"),
@@ -216,7 +290,7 @@ _TOOLS = (
                 key_end=">",
                 value_end="</parameter>",
                 end="</invoke>",
-                trims=True,
+                bare=True,
             ),
         ),
     ),
@@ -225,12 +299,24 @@ _TOOLS = (
         calls=(QuotedCall(begin="<|tool_call>", end="<tool_call|>", prefix="call:", quote='<|"|>'),),
         thinking="gemma4",
     ),
+    ToolsFormat(
+        "functiongemma",
+        calls=(QuotedCall(begin="<start_function_call>", end="<end_function_call>", prefix="call:", quote="<escape>"),),
+    ),
 )
 _THINKING = (
+    ThinkingFormat("hunyuan_a13b", around=("<answer>", "</answer>"), breaks=True),
+    ThinkingFormat("ernie45", around=("<response>", "</response>"), breaks=True),
     ThinkingFormat("deepseek_r1"),
     ThinkingFormat("qwen3"),
     ThinkingFormat("mistral", "[THINK]", "[/THINK]"),
     ThinkingFormat("granite", "<|start_of_thinking|>", "<|end_of_thinking|>"),
+    ThinkingFormat(
+        "cohere_command3",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
     ThinkingFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ThinkingFormat("kimi", "◁think▷", "◁/think▷"),
     ThinkingFormat("gemma4", "<|channel>", "<channel|>", label="thought"),
@@ -244,6 +330,27 @@ _THINKING = (
 TOOLS: Mapping[str, ToolsFormat] = {format.name: format for format in _TOOLS}
 THINKING: Mapping[str, ThinkingFormat] = {format.name: format for format in _THINKING}
 HARMONY = "openai"
+# Other names of formats, in vLLM and in SGLang.
+TOOL_ALIASES: Mapping[str, str] = {
+    "qwen": "hermes", "qwen25": "hermes", "qwen3_json": "hermes", "granite4": "hermes", "ernie45": "hermes",
+    "qwen3_xml": "qwen3_coder", "mimo": "qwen3_coder", "step3p5": "qwen3_coder", "nemotron_3": "qwen3_coder",
+    "llama3": "llama3_json", "llama4_json": "llama3_json", "jamba": "hunyuan_a13b", "hunyuan": "hunyuan_a13b",
+    "glm": "glm45", "glm47": "glm45", "poolside_v1": "glm45", "interns1": "internlm",
+    "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32",
+    "deepseekv4": "deepseek_v4", "minimax-m2": "minimax_m2", "cohere_command4": "cohere_command3", "gpt-oss": HARMONY,
+}  # fmt: skip
+THINKING_ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "deepseek-r1", "deepseek_v3", "deepseek-v3", "deepseek_v4", "deepseek-v4", "glm45", "glm47", "holo2",
+            "hy_v3", "interns1", "kimi_k2", "mimo", "minimax", "minimax_m2", "minimax-append-think",
+            "minimax_m2_append_think", "nemotron_v3", "nemotron_3", "olmo3", "poolside_v1", "qwen3-thinking", "step3",
+            "step3p5", "granite_thinking_parser",
+        ),
+        "qwen3",
+    ),
+    "cohere_command4": "cohere_command3", "hunyuan": "hunyuan_a13b", "openai_gptoss": HARMONY, "gpt-oss": HARMONY,
+}  # fmt: skip
 PARSERS = "auto", "none", HARMONY  # names beyond those of the formats
 # The first entry whose texts all occur in a template tells how its model writes calls.
 _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -254,10 +361,18 @@ _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|tool_calls_section_begin|>",), "kimi_k2"),
     (("<|open|>", "<|close|>", "<|sep|>"), "kimi_k3"),
     (("<minimax:tool_call>",), "minimax_m2"),
+    (("<tool_calls>", "<tool_sep>", "<arg_key>"), "hy_v3"),
     (("<tool_call>", "<arg_key>"), "glm45"),
     (("<seed:tool_call>",), "seed_oss"),
     (("<function=", "<parameter="), "qwen3_coder"),
     (("[TOOL_CALLS]",), "mistral"),
+    (("<|START_ACTION|>",), "cohere_command3"),
+    (("<|action_start|>", "<|plugin|>"), "internlm"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<function_calls>",), "olmo3"),
+    (("<tool_calls>",), "hunyuan_a13b"),
+    (("functools[",), "phi4_mini_json"),
+    (("<|tool|>", "<|/tool|>"), "phi4_mini_json"),
     (("<TOOLCALL>",), "nemotron_json"),
     (("<|python_start|>",), "llama4_pythonic"),
     (("<|tool_call|>", "<|start_of_role|>"), "granite"),
@@ -286,6 +401,8 @@ def choose(
 ) -> OutputFormat:
     """The format of a model's answers by the names of its parsers: `auto` for what `detect` finds, `none` for text.
     Raises KeyError for an unknown name."""
+    tool_call_parser = TOOL_ALIASES.get(tool_call_parser, tool_call_parser)
+    reasoning_parser = THINKING_ALIASES.get(reasoning_parser, reasoning_parser)
     found = detect(template, token_of, config)
     if HARMONY in (tool_call_parser, reasoning_parser):
         return OutputFormat(channels=Channels()).bound(token_of)
@@ -304,6 +421,7 @@ def choose(
 def named(tools: str | None, thinking: str | None) -> OutputFormat:
     """The format with these names, None for none, but for the thinking that belongs to the tools' format. `openai` is
     harmony, which is both. Raises KeyError for an unknown name."""
+    tools, thinking = TOOL_ALIASES.get(tools or "", tools), THINKING_ALIASES.get(thinking or "", thinking)
     if HARMONY in (tools, thinking):
         return OutputFormat(channels=Channels())
     form = None if tools is None else TOOLS[tools]
@@ -333,12 +451,9 @@ def detect(
     tools = TOOLS[found or _CONFIG_TELLS.get(model_type, "hermes")]
     thinking = _thinking_with(tools)
     if thinking is None:
-        thinking = next((each for each in _THINKING if each.begin in source or each.end in source), None)
+        thinking = next((each for each in _THINKING if each.tells(source)), None)
     if thinking is None:
-        in_vocabulary = (
-            each for each in _THINKING if token_of(each.begin) is not None and token_of(each.end) is not None
-        )
-        thinking = next(in_vocabulary, None)
+        thinking = next((each for each in _THINKING if each.is_in(token_of)), None)
     return OutputFormat(tools=tools, thinking=thinking).bound(token_of)
 
 

@@ -16,17 +16,37 @@ from typing import Literal
 @dataclass(frozen=True)
 class ThinkingFormat:
     """Thinking between two markers. `name`: as in vLLM's `--reasoning-parser`. `label`: may stand after `begin`, and is
-    left out. `around`: markers around the text of the answer, left out too."""
+    left out. `around`: markers around the text of the answer, left out too. `breaks`: so is a line's end between such a
+    marker and the text."""
 
     name: str
     begin: str = "<think>"
     end: str = "</think>"
     label: str = ""
     around: tuple[str, ...] = ()
+    breaks: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.begin, self.end, *self.around)
+
+    @cached_property
+    def text_marks(self) -> tuple[str, ...]:
+        """`around`, with the lines' ends that belong to the markers."""
+        if not self.breaks:
+            return self.around
+        return tuple(mark for each in self.around for mark in (each, f"\n{each}", f"{each}\n"))
+
+    def tells(self, template: str) -> bool:
+        """Whether a template shows that its model thinks so. Other formats have these markers too where the text has
+        some of its own."""
+        is_there = self.begin in template or self.end in template
+        return is_there and (not self.breaks or all(mark in template for mark in self.around))
+
+    def is_in(self, token_of: Callable[[str], int | None]) -> bool:
+        """Whether a vocabulary has the markers."""
+        marks = (self.begin, self.end, *(self.around if self.breaks else ()))
+        return all(token_of(mark) is not None for mark in marks)
 
 
 @dataclass(frozen=True)
@@ -74,6 +94,7 @@ class NamedCall:
     | `prefix` | what may stand before the name |
     | `name` | a pattern of the name as written; its group `name` is the tool's |
     | `is_id` | the name as written is the call's id. A number alone stands for the only tool |
+    | `bare` | calls of known tools count outside a section too |
     | `id_begin` | marks an id after the name |
     | `name_ends` | what ends the name, left out |
     | `brace_ends_name` | the arguments may follow the name directly |
@@ -89,6 +110,7 @@ class NamedCall:
     name_ends: tuple[str, ...] = ()
     brace_ends_name: bool = False
     fence: tuple[str, str] = ("", "")
+    bare: bool = False
     list_end: str = ""
     separators: tuple[str, ...] = ()
 
@@ -146,6 +168,7 @@ class PythonicCall:
     separators: tuple[str, ...] = (",",)
     begin: str = ""
     end: str = ""
+    bare = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -163,6 +186,7 @@ class QuotedCall:
     quote: str
     list_end: str = ""
     separators: tuple[str, ...] = ()
+    bare = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -203,6 +227,7 @@ class ToolsFormat:
     | --- | --- |
     | `name` | as in vLLM's `--tool-call-parser`, where it has one |
     | `begin`, `end` | markers around a section of calls; none if empty |
+    | `others` | further pairs of such markers, which count as well |
     | `calls` | the forms of one call; the first that fits counts |
     | `bare` | the first character of calls without markers |
     | `ids` | how ids of calls look: `random`, `nine` letters and digits, `counted` with the tool's name |
@@ -215,6 +240,7 @@ class ToolsFormat:
     name: str
     begin: str = ""
     end: str = ""
+    others: tuple[tuple[str, str], ...] = ()
     calls: tuple[CallSyntax, ...] = ()
     bare: str = ""
     ids: Literal["random", "nine", "counted"] = "random"
@@ -225,8 +251,17 @@ class ToolsFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        own = tuple(mark for mark in (self.begin, self.end) if mark)
-        return own + tuple(mark for call in self.calls for mark in call.markers)
+        return (*self.begins, *self.ends, *(mark for call in self.calls for mark in call.markers))
+
+    @cached_property
+    def begins(self) -> tuple[str, ...]:
+        """The markers that begin a section."""
+        return tuple(filter(None, (self.begin, *(begin for begin, _ in self.others))))
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """The markers that end a section."""
+        return tuple(filter(None, (self.end, *(end for _, end in self.others))))
 
     def new_id(self, name: str, number: int) -> str:
         """An id for a call that has none of its own. `number`: calls before it in the conversation."""

@@ -10,7 +10,9 @@
   of thinking, and those before the text that follows it.
 - Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer.
 - A call may begin in thinking, and then ends it, if the marker is a token.
-- A call without markers may be of any tool where it begins the answer, and elsewhere of a known tool only.
+- A call without markers may be of any tool where it begins the answer, and elsewhere of a known tool only. So may one
+  outside a section, if its own marker tells it from text; the end of a section that did not begin is dropped.
+- Between the beginning of a section and the marker of its first call, what is none is dropped.
 - What looks like a call and is none, before its name is known, is text, markers included. Afterwards it is a call, and
   what is wrong in it is passed on as its arguments, or comes back as text after it.
 - A call of a tool that was not given is a call all the same: the protocol decides what to do with it.
@@ -22,11 +24,12 @@ from router.conversation import Tool
 from router.deltas import Delta, TextDelta, ThinkingDelta
 from router.formats.calls import read_call
 from router.formats.channels import read_channels
-from router.formats.format import CallSyntax, JsonCall, OutputFormat, TaggedCall, ThinkingFormat, ToolsFormat
+from router.formats.format import CallSyntax, JsonCall, OutputFormat, ThinkingFormat, ToolsFormat
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 
 _NO_TOOLS = ToolsFormat("")
+_LONGEST_NOISE = 2048  # characters before the first call of a section
 _NOTHING: Mapping[int, int] = {}
 
 
@@ -70,6 +73,23 @@ class Lexer:
         """Returns what was held back. No more text comes."""
         self._source.ended = True
         return self._step()
+
+    @property
+    def consumed(self) -> int:
+        """Characters of the text that are surely read."""
+        source = self._source
+        return source.offset if source.kept is None else source.kept
+
+    def begins_call(self, is_cut: bool) -> bool:
+        """Whether what is held back begins as a call or a marker does, so that it is markup and no text if nothing
+        follows. `is_cut`: more would have followed; otherwise only a token says so."""
+        marker, rest = self._reader.pending, self._source.text[self._source.at :]
+        format = self._reader.format
+        if format.tools is not None and any(piece in rest for piece in format.tools.pieces):
+            return any(mark.startswith(rest) for mark in format.markers)
+        if not marker or marker == self._tools.bare:
+            return False
+        return is_cut or marker in format.bound_markers
 
     @property
     def is_thinking(self) -> bool:
@@ -130,14 +150,12 @@ class Lexer:
     def _markers(self) -> tuple[str, ...]:
         """Markers that end the text here."""
         tools, thinking = self._tools, self._thinking
-        marks = [tools.begin, *(thinking.around if thinking is not None else ())]
+        marks = [*tools.begins, *(thinking.text_marks if thinking is not None else ())]
         if thinking is not None and (self._is_first or thinking.begin in self._reader.format.bound_markers):
             marks.append(thinking.begin)
         if self._in_section:
-            marks.append(tools.end)
-        for call in tools.calls:
-            if self._in_section or not tools.begin or (isinstance(call, TaggedCall | JsonCall) and call.bare):
-                marks.append(call.begin)
+            marks += tools.ends
+        marks += (call.begin for call in tools.calls if self._in_section or not tools.begin or call.bare)
         marks.append(tools.bare)
         return tuple(dict.fromkeys(filter(None, marks)))
 
@@ -153,11 +171,11 @@ class Lexer:
             self._reader.open_thinking(None if before is None else before + 1)
             yield from self._think(thinking)
             return True
-        if thinking is not None and marker in thinking.around:
+        if thinking is not None and marker in thinking.text_marks:
             source.at += len(marker)
             source.release()
             return True
-        if self._in_section and marker == tools.end:
+        if self._in_section and marker in tools.ends:
             source.at += len(marker)
             source.release()
             self._in_section = False
@@ -165,7 +183,8 @@ class Lexer:
         if not marker:
             return False
         start, kept = source.offset, source.kept
-        begins_section = marker == tools.begin
+        begins_section = marker in tools.begins
+        self._reader.pending = marker
         if begins_section:
             source.at += len(marker)
             yield from source.space()
@@ -174,12 +193,16 @@ class Lexer:
             known_only = not may_be_bare or self._has_called
         else:
             known_only = bool(tools.begin) and not self._in_section
-        syntax = yield from self._call(known_only)
+        after = source.offset
+        syntax = yield from self._call(known_only, marker)
+        if syntax is None and begins_section:
+            source.go_to(after)
+            syntax = yield from self._call_after_noise(marker)
         if syntax is None:
             source.kept = kept
             source.go_to(start)
             return False
-        self._in_section |= bool(tools.end) and marker in (tools.begin, tools.bare)
+        self._in_section |= bool(tools.ends) and (begins_section or marker == tools.bare)
         yield from self._more_calls(syntax)
         return True
 
@@ -192,7 +215,7 @@ class Lexer:
             yield from source.newlines()
         if (yield from source.accept(thinking.label)):
             yield from source.newlines()
-        begins = (self._tools.begin, *(call.begin for call in self._tools.calls))
+        begins = (*self._tools.begins, *(call.begin for call in self._tools.calls))
         tokens = dict.fromkeys(mark for mark in begins if mark in reader.format.bound_markers)
         markers = reader.format.marker_set(thinking.end, *tokens)
         while True:
@@ -224,27 +247,59 @@ class Lexer:
 
     # ---------------------------------------------------------------- calls
 
-    def _call(self, known_only: bool) -> Reading[CallSyntax | None]:
+    def _call(self, known_only: bool, marker: str) -> Reading[CallSyntax | None]:
         """Reads a call in one of the format's forms, and returns the form; None if there is no call, and the source is
-        where it was. `known_only`: of a known tool."""
+        where it was. `known_only`: of a known tool. `marker`: what says that a call comes."""
         source = self._source
         start, kept = source.offset, source.kept
+        self._reader.pending = marker
         for syntax in self._tools.calls:
             if (yield from read_call(self._reader, self._tools, syntax, known_only)):
                 self._has_called = True
                 return syntax
             source.kept = kept
             source.go_to(start)
+        self._reader.pending = ""
+        return None
+
+    def _call_after_noise(self, marker: str) -> Reading[CallSyntax | None]:
+        """Looks for the first call of a section behind what is none, and returns its form; None if there is none before
+        the section's end, another's beginning, or too much text. `marker`: what began the section."""
+        source, tools, reader = self._source, self._tools, self._reader
+        begins = tuple(
+            dict.fromkeys(call.begin for call in tools.calls if call.begin and call.begin not in tools.begins)
+        )
+        if not begins or not tools.ends:
+            return None
+        start = source.offset
+        markers = reader.format.marker_set(*begins, *tools.begins, *tools.ends)
+        reader.pending = marker
+        while True:
+            source.at, found = source.find(markers)
+            if source.offset - start > _LONGEST_NOISE or (found is None and source.ended) or found in tools.ends:
+                break
+            if found is None:
+                yield
+                continue
+            if found in tools.begins:
+                break
+            at = source.offset
+            syntax = yield from self._call(False, marker)
+            if syntax is not None:
+                return syntax
+            reader.pending = marker
+            source.go_to(at + 1)
+        reader.pending = ""
         return None
 
     def _more_calls(self, syntax: CallSyntax) -> Reading[None]:
-        """Reads the calls that follow in the same section, and its end."""
+        """Reads the calls that follow in the same section, and its end, which may be there without a beginning."""
         source, tools = self._source, self._tools
         is_list = True
         while True:
             start = source.keep()
             yield from source.space()
-            if self._in_section and (yield from source.accept(tools.end)):
+            if (yield from source.accept(*tools.ends)):
                 self._in_section = False
                 source.release()
                 return
@@ -254,8 +309,12 @@ class Lexer:
             if is_list:
                 follows = yield from source.accept(*syntax.separators)
                 yield from source.space()
-                if (follows or self._in_section or syntax.begin or isinstance(syntax, JsonCall)) and (
-                    yield from self._call(known_only=not follows and bool(tools.begin) and not self._in_section)
+                is_list_or_section = bool(follows) or self._in_section
+                if (is_list_or_section or syntax.begin or isinstance(syntax, JsonCall)) and (
+                    yield from self._call(
+                        known_only=bool(tools.begin) and not is_list_or_section,
+                        marker=tools.begin if is_list_or_section else syntax.begin,
+                    )
                 ):
                     continue
             source.go_to(start)

@@ -24,15 +24,18 @@ def read_quoted(reader: AnswerReader, syntax: QuotedCall, ends: tuple[str, ...])
     if not (yield from source.accept(syntax.begin)):
         return False
     yield from source.space()
-    if not (yield from source.accept(syntax.prefix)):
+    if not (yield from source.accept(syntax.prefix, syntax.prefix[-1])):  # some models leave out its word
         return False
     yield from source.space()
     name = yield from source.pattern(_NAME)
     yield from source.space()
-    if not name or len(name) > _LONGEST_NAME or (yield from source.character()) != "{":
+    first = yield from source.character()
+    if not name or not first or len(name) > _LONGEST_NAME:
         return False
     reader.begin(name)
-    if not (yield from _QuotedArguments(reader, syntax, ends).read()):
+    if first != "{":  # no arguments, or something else than these
+        yield from reader.read_arguments(ends)
+    elif not (yield from _QuotedArguments(reader, syntax, ends).read()):
         if not (yield from reader.read_raw(ends)):
             return True
     else:

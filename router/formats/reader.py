@@ -4,15 +4,19 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from json.encoder import encode_basestring
 
 from router.conversation import Tool
 from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta
 from router.formats.format import Markers, OutputFormat
 from router.formats.source import Reading, Source
-from router.formats.typed_values import as_object, is_text
+from router.formats.typed_values import as_object, is_text, unwrapped, wrappers
 
-_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
-_ENDS_STRING = re.compile(r'["\\]')
+# What JSON allows in a string, and what of an escape may still become one.
+_STRING = re.compile(r'[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+')
+_ANY_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_ENDS_STRING = re.compile(r'["\\\x00-\x1f]')
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _SCALAR = re.compile(r"[-+.\w]*")
 _IS_SCALAR = re.compile(r"null|true|false|-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -27,6 +31,7 @@ class AnswerReader:
     | `index` | calls that have begun |
     | `plain` | what makes a delta of text that does not match a pattern; None if all text must be read first |
     | `is_thinking` | the text here is thinking |
+    | `pending` | the marker of the call or header that is being read and has no name yet; empty for none |
     | `thinking_tokens` | tokens of thinking that has ended, where the format's markers are tokens |
 
     A call is written in three steps. Before `begin`, a reader may go back, and all is text. After it, everything up to
@@ -43,6 +48,8 @@ class AnswerReader:
         self.is_thinking = False
         self.thinking_tokens = 0
         self.tokens_before_call: int | None = None
+        self.pending = ""
+        self._called = ""
         self._thinking_since: int | None = None
 
     def text(self, text: str) -> None:
@@ -87,6 +94,8 @@ class AnswerReader:
         """The call begins; there is no way back from here. Thinking before it has ended."""
         if self.is_thinking:
             self.close_thinking(self.tokens_before_call)
+        self.pending = ""
+        self._called = name
         self.source.release()
         self.out.append(CallBegin(self.index, name, call_id))
         self.index += 1
@@ -113,16 +122,45 @@ class AnswerReader:
             self.arguments("{}")
             self.end()
             return True
-        if first in "{[":
+        parts: list[str] = []
+        if (yield from self._sees_wrapper()):
+            complete = yield from self.read_value(parts.append, ends)
+            self.arguments(self._without_wrapper("".join(parts)) if complete else "".join(parts))
+        elif first in "{[":
             complete = yield from self.read_value(self.arguments, ends, to_arguments=True)
         else:
-            parts: list[str] = []
             complete = yield from self.read_value(parts.append, ends)
             self.arguments(as_object("".join(parts)) if complete else "".join(parts))
         if not complete:
             return (yield from self.read_raw(ends))
         self.end()
         return True
+
+    def _sees_wrapper(self) -> Reading[bool]:
+        """Whether the arguments that come next begin with an object under a name that the tool does not have."""
+        source, tool = self.source, self.tools.get(self._called)
+        names = () if tool is None else sorted(wrappers(tool.parameters))
+        if not names:
+            return False
+        start = source.keep()
+        found = True
+        for expected in (("{",), tuple(f'"{name}"' for name in names), (":",), ("{",)):
+            found = bool((yield from source.accept(*expected)))
+            if not found:
+                break
+            yield from source.space()
+        source.go_to(start)
+        source.release()
+        return found
+
+    def _without_wrapper(self, raw: str) -> str:
+        """The arguments in a wrapper; the text itself if they are none of the tool's, or not all that there is."""
+        try:
+            (value,) = json.loads(raw).values()
+        except (ValueError, RecursionError):
+            return raw
+        inner = json.dumps(value, ensure_ascii=False)
+        return raw if unwrapped(inner, self.tools[self._called].parameters) is None or not is_text(inner) else inner
 
     def read_raw(self, ends: tuple[str, ...]) -> Reading[bool]:
         """Passes on as arguments what comes before one of the markers. Returns whether there was one."""
@@ -141,8 +179,9 @@ class AnswerReader:
         self, emit: Callable[[str], None], ends: tuple[str, ...], to_arguments: bool = False
     ) -> Reading[bool]:
         """Reads a JSON value to its end, and emits its text piece by piece. Brackets and strings are followed, the rest
-        is not checked. Returns False where the value breaks off: before a bracket that closes another, before a marker
-        outside strings, at the end of the text."""
+        is not checked. In strings, control characters are escaped, and so is a backslash that begins no escape: models
+        leave that out, and there is one way to read it. Returns False where the value breaks off: before a bracket
+        that closes another, before a marker outside strings, at the end of the text."""
         source, markers = self.source, self.format.marker_set(*ends)
         first = yield from source.character()
         if first and first not in '"{[':
@@ -157,7 +196,12 @@ class AnswerReader:
             while at < limit:
                 if in_string:
                     at = _end(_STRING.match(text, at))
-                    if at == limit or text[at] != '"':  # cut, perhaps after a backslash
+                    if at < limit and text[at] != '"' and (mended := self._mended(at)):
+                        emit(source.take(at))
+                        emit(mended[0])
+                        source.at = at = at + mended[1]
+                        continue
+                    if at == limit or text[at] != '"':  # cut, perhaps in an escape
                         break
                     in_string = False
                 else:
@@ -189,6 +233,16 @@ class AnswerReader:
                 self.plain = partial(CallArguments, self.index - 1), _ENDS_STRING
             yield
 
+    def _mended(self, at: int) -> tuple[str, int] | None:
+        """The text that JSON has in a string for a control character, or for a backslash that begins no escape, and how
+        many characters it takes the place of; None while more text decides."""
+        text = self.source.text
+        if text[at] != "\\":
+            return encode_basestring(text[at])[1:-1], 1
+        if _HALF_ESCAPE.fullmatch(text, at):
+            return None
+        return ("'", 2) if text[at + 1] == "'" else ("\\\\", 1)
+
     def _stop(self, markers: Markers, start: int, place: int) -> tuple[int, str | None]:
         """The first marker from `start` on, or what may become one, and the marker. None up to `place` is missed."""
         source = self.source
@@ -207,7 +261,7 @@ class AnswerReader:
         if not (yield from source.accept('"')):
             return None
         while True:
-            end = _end(_STRING.match(source.text, source.at))
+            end = _end(_ANY_STRING.match(source.text, source.at))
             if source.text[end : end + 1] == '"':
                 raw = source.take(end)
                 source.at += 1

@@ -11,7 +11,7 @@ from router.deltas import CallArguments
 from router.formats.format import TaggedCall
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
-from router.formats.typed_values import plain, typed, value_types
+from router.formats.typed_values import as_object, plain, typed, unwrapped, value_types, wrappers
 
 _STRING = frozenset({"string"})
 _LONGEST_NAME = 256
@@ -31,7 +31,7 @@ def read_tagged(reader: AnswerReader, syntax: TaggedCall, ends: tuple[str, ...],
         return False
     reader.begin(name)
     tool = reader.tools.get(name)
-    return (yield from _Arguments(reader, syntax, ends, _ANYTHING if tool is None else tool.parameters).read())
+    return (yield from _Arguments(reader, syntax, ends, None if tool is None else tool.parameters).read())
 
 
 def _name(reader: AnswerReader, syntax: TaggedCall) -> Reading[str | None]:
@@ -47,17 +47,19 @@ def _name(reader: AnswerReader, syntax: TaggedCall) -> Reading[str | None]:
 
 
 class _Arguments:
-    """The arguments of one call while they are read. `stray`: what is none of them."""
+    """The arguments of one call while they are read. `schema`: None if the tool is not known."""
 
     def __init__(
-        self, reader: AnswerReader, syntax: TaggedCall, ends: tuple[str, ...], schema: Mapping[str, Any]
+        self, reader: AnswerReader, syntax: TaggedCall, ends: tuple[str, ...], schema: Mapping[str, Any] | None
     ) -> None:
         self._reader = reader
         self._source = reader.source
         self._syntax = syntax
-        self._schema = schema
+        self._schema = _ANYTHING if schema is None else schema
+        self._wrappers = wrappers(schema)
+        self._held = "", ""  # the key and the value of an argument that may be all of them
         self._count = 0
-        self._stray: list[str] = []
+        self._stray: list[str] = []  # what is no argument
         # An argument that lacks its end ends where a line begins the next one, or ends the call.
         bound = reader.format.bound_markers
         self._bare_ends = tuple(mark for mark in (syntax.key_begin, syntax.end) if mark in bound)
@@ -90,11 +92,22 @@ class _Arguments:
         return self._leave(True)
 
     def _leave(self, complete: bool) -> bool:
+        if complete and (inner := self._unwrapped()) is not None:
+            self._reader.arguments(inner)
+        else:
+            self._emit("" if not complete else "}" if self._count else "{}")
         if complete:
-            self._reader.arguments("}" if self._count else "{}")
             self._reader.end()
         self._reader.text("".join(self._stray))
         return True
+
+    def _emit(self, text: str) -> None:
+        self._reader.arguments("".join(self._held) + text)
+        self._held = "", ""
+
+    def _unwrapped(self) -> str | None:
+        """The value of the only argument, if that is an object of all arguments of the tool; otherwise None."""
+        return unwrapped(as_object(self._held[1]), self._schema) if self._held[1] else None
 
     def _leave_stray(self) -> Reading[None]:
         """Goes to the next argument or to the end of the call. White space on the way is dropped."""
@@ -132,11 +145,15 @@ class _Arguments:
     def _value(self, key: str, types: frozenset[str], is_json: bool) -> Reading[bool]:
         """Passes a value on. Returns False if the text ended before it did."""
         source, reader, syntax = self._source, self._reader, self._syntax
-        is_string = types == _STRING and not is_json
+        is_held = not self._count and key in self._wrappers
+        is_string = types == _STRING and not is_json and not is_held
         parts: list[str] = []
-        before = ", " if self._count else "{"
+        before = f"{', ' if self._count else '{'}{json.dumps(key, ensure_ascii=False)}: "
         self._count += 1
-        reader.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: " + ('"' if is_string else ""))
+        if is_held:
+            self._held = before, ""
+        else:
+            self._emit(before + ('"' if is_string else ""))
         if syntax.trims:
             yield from source.accept("\n")
         while True:
@@ -159,7 +176,7 @@ class _Arguments:
             if marker is not None:
                 break
             if source.ended:
-                reader.arguments("".join(parts))
+                self._emit("".join(parts))
                 return False
             if is_string and source.at == len(source.text):
                 reader.plain = partial(CallArguments, reader.index - 1), self._not_plain
@@ -169,7 +186,11 @@ class _Arguments:
         else:
             value = "".join(parts)
             as_json = plain(value) if is_json else None
-            reader.arguments(typed(value, types) if as_json is None else as_json)
+            written = typed(value, types) if as_json is None else as_json
+            if is_held:
+                self._held = before, written
+            else:
+                reader.arguments(written)
         if marker == syntax.value_end:
             source.at += len(marker)
         elif marker.startswith("\n"):

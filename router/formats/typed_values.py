@@ -13,15 +13,24 @@ _NAMES = {
     "int": "integer", "float": "number", "double": "number", "bool": "boolean",
     "dict": "object", "map": "object", "list": "array", "tuple": "array",
 }  # fmt: skip
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+# A number, perhaps with a plus or with zeros before it, which JSON does not have.
+_NUMBER = re.compile(r"([-+]?)0*([0-9]+)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_WRONG_ESCAPE = re.compile(r"""\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|'|)""")
+# Strings of Python, and in them what may not stand there as it is.
+_PYTHON_STRING = re.compile(r"""('{3}|"{3}|'|")((?:\\.|(?!\1)[^\\])*)\1""", re.DOTALL)
+_CONTROL = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
+_WRAPPERS = frozenset({"arguments", "input"})
+_CONSTANTS = {"true": True, "false": False, "null": None}
 _DEPTH = 16  # references and unions further down are not followed
 
 
-def value_types(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The JSON types that a schema of an object allows for one property. Without any word on it: string."""
+def value_types(
+    parameters: Mapping[str, Any], key: str, otherwise: frozenset[str] = frozenset({"string"})
+) -> frozenset[str]:
+    """The JSON types that a schema of an object allows for one property. `otherwise`: without any word on it."""
     properties = parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
-    return frozenset(_types(schema, parameters, _DEPTH)) or frozenset({"string"})
+    return frozenset(_types(schema, parameters, _DEPTH)) or otherwise
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
@@ -70,8 +79,10 @@ def typed(text: str, types: frozenset[str]) -> str:
     if (value == "null" and "null" in types) or (value.lower() in ("null", "none") and "string" not in types):
         return "null"
     number = _NUMBER.fullmatch(value) if types & {"integer", "number"} else None
-    if number is not None and ("number" in types or not (number[1] or number[2])) and math.isfinite(float(value)):
-        return value
+    if number is not None and ("number" in types or not (number[3] or number[4])) and math.isfinite(float(value)):
+        found = ("-" if number[1] == "-" else "") + value[number.start(2) :]
+        if found == value or "string" not in types:  # otherwise, as a zip code
+            return found
     if "boolean" in types and value.lower() in ("true", "false"):
         return value.lower()
     if not types.issubset({"string", "integer", "number", "boolean", "null"}):
@@ -90,20 +101,82 @@ def plain(text: str) -> str | None:
     return text.strip()
 
 
+def mended(text: str) -> str | None:
+    """The JSON of an object or a list that is JSON but for control characters in its strings, and for backslashes that
+    begin no escape; otherwise None."""
+    for each in (text, _WRONG_ESCAPE.sub(_escaped, text)):
+        try:
+            found = json.loads(each, strict=False, parse_constant=_refuse)
+            return _written(found) if isinstance(found, dict | list) else None
+        except (ValueError, RecursionError):
+            continue
+    return None
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0] if match[1] else "'" if match[0] == "\\'" else f"\\{match[0]}"
+
+
 def _nested(value: str) -> str | None:
-    if (as_json := plain(value)) is not None:
-        return as_json
-    return literal(value)  # some models write Python's
+    for read in (plain, mended, literal):  # some models write Python's
+        if (found := read(value)) is not None:
+            return found
+    return None
 
 
 def literal(value: str) -> str | None:
-    """The JSON of a Python literal; None if it is none, or none that JSON has."""
+    """The JSON of a Python literal, sets as lists; None if it is none, or none that JSON has. Its strings may have
+    control characters, or an `f` where nothing is to be put in, and `true`, `false` and `null` count too."""
     try:
-        found = ast.literal_eval(value)
-        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
-        return text if is_text(text) else json.dumps(found)
+        tree = ast.parse(_PYTHON_STRING.sub(_without_controls, value).lstrip(" \t"), mode="eval")
+        return _written(ast.literal_eval(_AsPython().visit(tree)))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
+
+
+class _AsPython(ast.NodeTransformer):
+    """Makes what models mean by a literal one that `ast.literal_eval` takes."""
+
+    def visit_Set(self, node: ast.Set) -> ast.AST:
+        return ast.List([self.visit(each) for each in node.elts], ast.Load())
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        texts = [str(each.value) for each in node.values if isinstance(each, ast.Constant)]
+        return ast.Constant("".join(texts)) if len(texts) == len(node.values) else node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+
+def _without_controls(string: re.Match[str]) -> str:
+    def spelled(match: re.Match[str]) -> str:
+        return match[0] if match[0].startswith("\\") else f"\\x{ord(match[0]):02x}"
+
+    return f"{string[1]}{_CONTROL.sub(spelled, string[2])}{string[1]}"
+
+
+def _written(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if is_text(text) else json.dumps(value)
+
+
+def wrappers(parameters: Mapping[str, Any] | None) -> frozenset[str]:
+    """The names under which models put all arguments of a tool, and which its parameters do not have; none for a tool
+    that is not known."""
+    return frozenset() if parameters is None else _WRAPPERS - _properties(parameters)
+
+
+def unwrapped(value: str, parameters: Mapping[str, Any]) -> str | None:
+    """The JSON of the value of a wrapper, if it is an object with arguments of the tool; otherwise None."""
+    if not value.startswith("{") or (read := mended(value)) is None:
+        return None
+    keys = json.loads(read).keys()
+    return value if not keys or keys & _properties(parameters) else None
+
+
+def _properties(parameters: Mapping[str, Any]) -> frozenset[str]:
+    declared = parameters.get("properties")
+    return frozenset(declared) if isinstance(declared, Mapping) else frozenset()
 
 
 def is_text(text: str) -> bool:
@@ -132,5 +205,5 @@ def as_object(raw: str) -> str:
         if not inner.strip():
             return "{}"
         if inner.lstrip().startswith("{") and is_text(inner):
-            return str(inner).strip()
+            return (plain(inner) or mended(inner) or str(inner)).strip()
     return raw

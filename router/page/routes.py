@@ -28,7 +28,6 @@ def page_routes(models: Models, version: str, needs_key: bool) -> APIRouter:
         "X-Frame-Options": "DENY",
     }
 
-    @routes.head("/", include_in_schema=False)
     @routes.get("/", include_in_schema=False)
     async def page() -> Response:
         """The live page."""

@@ -7,9 +7,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from router import deltas
+from router.answer_syntax import AnswerSyntax
 from router.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta
 from router.output_text import Piece, TokenText
 from router.prepared_request import PreparedRequest
+from router.protocols.endings import prompt_logprobs, stopped_by
 from router.protocols.logprobs import content_logprobs
 from router.protocols.schema_report import schema_report
 from router.responses import (
@@ -36,24 +38,31 @@ A = TypeVar("A", ChatCompletion, ChatChunk)
 class ChatFormat:
     """Writes pieces of text as chunks of a stream, or all of them as one object."""
 
-    continues = False
-
     def __init__(self, job: PreparedRequest, model: str, tokenizer: Tokenizer) -> None:
+        self.continues = job.continues
         self._job = job
         self._model = model
         self._tokenizer = tokenizer
+        self._told_prompt = False
+        self._may_think = job.syntax is not None and job.syntax.may_think and job.thinking_place == "apart"
+        self._written: dict[int, _ThinkingAsText] = {}  # by choice, where thinking is part of the content
         self._tier: Literal["default"] | UnsetType = "default" if job.names_tier else UNSET
 
     def opening(self, index: int, usage: Usage) -> bytes:
         """The event before the first piece of a choice: it carries the role."""
-        return self._chunk(ChatChunkChoice(index, Delta(role="assistant", content="")), usage)
+        told, self._told_prompt = self._told_prompt, True
+        choice = ChatChunkChoice(index, self._delta(Delta(role="assistant", content="")))
+        chunk = self._answer(ChatChunk, [choice], self._usage(usage))
+        if self._job.wants_prompt_ids and not told:
+            chunk.prompt_token_ids = self._job.prompt_ids(index)
+        return event(chunk)
 
     def chunk(self, index: int, piece: Piece, usage: Usage) -> bytes:
         """The server-sent events for one piece: one for each of its deltas, one for its finish reason. The first has
         the tokens. Empty if there is nothing to tell."""
         data = b""
         tokens, token_ids = piece.tokens, self._token_ids(piece)
-        found = list(_deltas(piece.parts))
+        found = [self._delta(delta) for delta in _deltas(self._placed(index, piece))]
         if not found and (tokens or token_ids):
             found = [Delta(content="")]
         for delta in found:
@@ -61,7 +70,10 @@ class ChatFormat:
             data += self._chunk(choice, usage)
             tokens, token_ids = [], [] if self._job.wants_token_ids else UNSET
         if piece.finish_reason is not None:
-            choice = ChatChunkChoice(index, Delta(), None, piece.finish_reason, schema_check=schema_report(piece))
+            report, ending = schema_report(piece), stopped_by(piece, self._job)
+            choice = ChatChunkChoice(
+                index, self._delta(Delta()), None, piece.finish_reason, schema_check=report, **ending
+            )
             data += self._chunk(choice, usage)
         return data
 
@@ -74,19 +86,67 @@ class ChatFormat:
         for index, answer in enumerate(answers):
             assert answer.finish_reason is not None
             logprobs, token_ids = self._logprobs(answer.tokens), self._token_ids(answer)
-            message, report = _message(answer.parts), schema_report(answer)
-            choices.append(ChatChoice(index, message, logprobs, answer.finish_reason, token_ids, report))
-        return msgspec.json.encode(self._answer(ChatCompletion, choices, usage))
+            message, report = self._message(self._placed(index, answer)), schema_report(answer)
+            ending = stopped_by(answer, self._job)
+            choices.append(ChatChoice(index, message, logprobs, answer.finish_reason, token_ids, report, **ending))
+        made = self._answer(ChatCompletion, choices, usage)
+        if self._job.wants_prompt_ids:
+            made.prompt_token_ids = self._job.prompt_ids(0)
+        made.prompt_logprobs = prompt_logprobs(answers[0], self._job, 0, self._tokenizer)
+        return msgspec.json.encode(made)
+
+    def _placed(self, index: int, piece: Piece) -> Iterable[deltas.Delta]:
+        """The piece's deltas, with thinking where the client wants it."""
+        place, syntax = self._job.thinking_place, self._job.syntax
+        if place == "apart" or syntax is None:
+            return piece.parts
+        if place == "nowhere":
+            return [part for part in piece.parts if not isinstance(part, ThinkingDelta)]
+        written = self._written.setdefault(index, _ThinkingAsText(syntax))
+        return [*written.written(piece.parts), *(written.closing() if piece.finish_reason == "stop" else ())]
+
+    def _delta(self, delta: Delta) -> Delta:
+        """The delta with the names of thinking, null where it has none, for a model that can think: clients read them
+        without a look whether they are there."""
+        if self._may_think and delta.reasoning is UNSET:
+            delta.reasoning = delta.reasoning_content = None
+        return delta
 
     def _chunk(self, choice: ChatChunkChoice, usage: Usage) -> bytes:
+        return event(self._answer(ChatChunk, [choice], self._usage(usage)))
+
+    def _usage(self, usage: Usage) -> ChunkUsage:
         seen: ChunkUsage = None if self._job.include_usage else UNSET
-        return event(self._answer(ChatChunk, [choice], usage if self._job.usage_so_far else seen))
+        return usage if self._job.usage_so_far else seen
 
     def _answer(self, kind: Callable[..., A], choices: list[Any], usage: ChunkUsage) -> A:
         """A whole answer or a chunk, which have these fields in common."""
         job = self._job
         return kind(
             id=job.id, created=job.created, model=self._model, choices=choices, service_tier=self._tier, usage=usage
+        )
+
+    def _message(self, parts: Iterable[deltas.Delta]) -> AnswerMessage:
+        text, thinking = "", ""
+        calls: list[MessageToolCall] = []
+        for part in deltas.joined(parts):
+            match part:
+                case TextDelta(more):
+                    text += more
+                case ThinkingDelta(more):
+                    thinking += more
+                case CallBegin(_, name):
+                    calls.append(MessageToolCall(part.id or "", CalledFunction(name, "")))
+                case CallArguments(index, more):
+                    calls[index].function.arguments += more
+                case CallEnd():
+                    pass
+        reasoning = thinking or (None if self._may_think else UNSET)
+        return AnswerMessage(
+            content=None if calls and not text else text,
+            tool_calls=calls or UNSET,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
         )
 
     def _token_ids(self, piece: Piece) -> list[int] | UnsetType:
@@ -114,24 +174,28 @@ def _deltas(parts: Iterable[deltas.Delta]) -> Iterator[Delta]:
                 pass
 
 
-def _message(parts: Iterable[deltas.Delta]) -> AnswerMessage:
-    text, thinking = "", ""
-    calls: list[MessageToolCall] = []
-    for part in deltas.joined(parts):
-        match part:
-            case TextDelta(more):
-                text += more
-            case ThinkingDelta(more):
-                thinking += more
-            case CallBegin(_, name):
-                calls.append(MessageToolCall(part.id or "", CalledFunction(name, "")))
-            case CallArguments(index, more):
-                calls[index].function.arguments += more
-            case CallEnd():
-                pass
-    return AnswerMessage(
-        content=None if calls and not text else text,
-        tool_calls=calls or UNSET,
-        reasoning_content=thinking or UNSET,
-        reasoning=thinking or UNSET,
-    )
+class _ThinkingAsText:
+    """Writes what the model thought as a part of the content, between the markers of its family."""
+
+    def __init__(self, syntax: AnswerSyntax) -> None:
+        marks = syntax.format.thinking
+        self._begin, self._end = ("<think>", "</think>") if marks is None else (marks.begin, marks.end)
+        self._is_open = False
+
+    def written(self, parts: Iterable[deltas.Delta]) -> Iterator[deltas.Delta]:
+        """The parts, with thinking as text."""
+        for part in parts:
+            if isinstance(part, ThinkingDelta):
+                if not self._is_open:
+                    self._is_open = True
+                    yield TextDelta(f"{self._begin}\n")
+                yield TextDelta(part.text)
+            else:
+                yield from self.closing()
+                yield part
+
+    def closing(self) -> Iterator[deltas.Delta]:
+        """The end of thinking that is open."""
+        if self._is_open:
+            self._is_open = False
+            yield TextDelta(f"\n{self._end}\n\n")

@@ -1,10 +1,11 @@
 """Writes the answer to a request for plain completions as OpenAI's completions."""
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from router.output_text import Piece, TokenText
 from router.prepared_request import PreparedRequest
+from router.protocols.endings import prompt_logprobs, stopped_by
 from router.protocols.schema_report import schema_report
 from router.responses import ChunkUsage, Completion, CompletionChoice, CompletionLogprobs, Usage, finite
 from router.sse import DONE, event
@@ -21,6 +22,7 @@ class CompletionFormat:
         self._job = job
         self._model = model
         self._tokenizer = tokenizer
+        self._begun: set[int] = set()  # choices whose prompt the stream has told
 
     def opening(self, index: int, usage: Usage) -> bytes:
         return b""
@@ -38,7 +40,14 @@ class CompletionFormat:
         return (event(self._completion([], usage)) if self._job.include_usage else b"") + DONE
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
-        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        choices: list[CompletionChoice] = []
+        for sequence, answer in zip(self._job.sequences, answers, strict=True):
+            choice = self._choice(sequence.index, answer)
+            if sequence.first:
+                choice.prompt_logprobs = prompt_logprobs(answer, self._job, sequence.index, self._tokenizer)
+            else:
+                choice.prompt_logprobs = choices[-1].prompt_logprobs
+            choices.append(choice)
         return msgspec.json.encode(self._completion(choices, usage))
 
     def _completion(self, choices: list[CompletionChoice], usage: ChunkUsage) -> Completion:
@@ -47,8 +56,20 @@ class CompletionFormat:
 
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
         logprobs = self._logprobs(piece.tokens) if self._job.wants_logprobs else None
-        token_ids = piece.token_ids if self._job.wants_token_ids else UNSET
-        return CompletionChoice(index, piece.text, logprobs, piece.finish_reason, token_ids, schema_report(piece))
+        prompt_ids: list[int] | UnsetType = UNSET
+        if self._job.wants_prompt_ids and index not in self._begun:
+            self._begun.add(index)
+            prompt_ids = self._job.prompt_ids(index)
+        return CompletionChoice(
+            index,
+            piece.text,
+            logprobs,
+            piece.finish_reason,
+            token_ids=piece.token_ids if self._job.wants_token_ids else UNSET,
+            prompt_token_ids=prompt_ids,
+            schema_check=schema_report(piece),
+            **stopped_by(piece, self._job),
+        )
 
     def _logprobs(self, tokens: list[TokenText]) -> CompletionLogprobs:
         name = self._tokenizer.token_text

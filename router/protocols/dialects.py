@@ -15,6 +15,7 @@ from router import request_id
 from router.errors import ApiError
 
 ANTHROPIC_VERSION = b"anthropic-version"
+CONTEXT_EXCEEDED = "context_length_exceeded"  # clients know the message by its first words
 THREAD_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's clients then go on without a thread
 _KINDS = {
     401: "authentication_error",
@@ -103,7 +104,7 @@ def _anthropic_body(error: ApiError, request_id: str | None) -> bytes:
     """Anthropic's form, which has no field for the parameter: the message names it."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.message
-    if error.param is not None and error.param not in message:
+    if error.param is not None and error.param not in message and error.code != CONTEXT_EXCEEDED:
         message = f"{error.param}: {message}"
     said: dict[str, Any] = {"type": kind, "message": message}
     if error.code == THREAD_UNSUPPORTED:

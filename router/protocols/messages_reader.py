@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice
+from router.billing import without_billing
+from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice, arguments_text
 from router.errors import invalid
 from router.protocols.chat_reader import check_choice, text_of_file, unsupported_part
 from router.protocols.dialects import THREAD_UNSUPPORTED
@@ -40,10 +41,6 @@ from router.protocols.messages_types import (
     UserTurn,
 )
 from router.requests import GenerationRequest, JsonSchema, JsonSchemaFormat
-
-# Claude Code begins its system text with a block about billing. It differs from request to request, and no prefix would
-# be shared after it.
-_BILLING = "x-anthropic-billing-header:"
 
 Placed = tuple[str, UserBlock | AssistantBlock]  # a block, and where it stands in the request
 
@@ -134,9 +131,6 @@ def _tools(tools: Iterable[CustomTool]) -> tuple[Tool, ...]:
     for number, tool in enumerate(tools):
         if any(tool.name == other.name for other in read):
             raise invalid(f"Two tools are called {tool.name!r}.", f"tools[{number}].name")
-        if tool.defer_loading:
-            param = f"tools[{number}].defer_loading"
-            raise invalid(f"{param!r} is not supported by this server: leave it out.", param, "unsupported_parameter")
         lines = [tool.description] if tool.description else []
         lines += [f"Example of the input: {_json(given)}" for given in tool.input_examples or ()]
         read.append(Tool(tool.name, "\n".join(lines), tool.input_schema, bool(tool.strict)))
@@ -164,8 +158,7 @@ def _may_call_several(request: CountTokensRequest) -> bool:
 
 
 def _system(system: str | list[TextBlock] | None) -> list[Message]:
-    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
-    text = "\n".join(text for text in texts if not text.startswith(_BILLING))
+    text = without_billing(system if isinstance(system, str) else "\n".join(block.text for block in system or ()))
     return [Message("system", text)] if text else []
 
 
@@ -194,7 +187,7 @@ def _assistant(blocks: list[Placed]) -> Message:
             case ThinkingBlock():
                 thinking.append(block.thinking)
             case ToolUseBlock():
-                calls.append(ToolCall(block.id, block.name, _json(block.input)))
+                calls.append(ToolCall(block.id, block.name, arguments_text(block.input)))
             case RedactedThinkingBlock():
                 pass
             case _:

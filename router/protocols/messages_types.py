@@ -1,20 +1,40 @@
 """Bodies of Anthropic's Messages: what is asked, and what is answered.
 
-Strict, as `router/requests.py`: unknown fields are errors. Fields that steer Anthropic's own service and change nothing
-here are accepted and not used. Tools and blocks of that service are refused by name.
+Strict, as `router/requests.py`: unknown fields are errors, except in blocks, turns and tools. Fields that steer
+Anthropic's own service and change nothing here are accepted and not used. Blocks of that service are refused by name
+in the user's turns, and passed over in the assistant's; its tools are passed over where there are others.
 """
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from router.requests import INT32, Body, Count, Flag, Neutral, NeutralList, NonEmpty, StopText, ToolName
+from router.requests import (
+    INT32,
+    Body,
+    Count,
+    Flag,
+    Lenient,
+    LenientTool,
+    ModelName,
+    Neutral,
+    NeutralList,
+    NonEmpty,
+    PastArguments,
+    StopText,
+    ToolName,
+)
 
 # ---------------------------------------------------------------- blocks
 
 
-class CacheControl(Body, frozen=True, kw_only=True):
+# What hosted tools have done elsewhere, in the assistant's turns.
+HOSTED_BLOCKS = re.compile("server_tool_use|mcp_tool_use|[a-z_]+_tool_result")
+
+
+class CacheControl(Lenient, frozen=True, kw_only=True):
     """A mark up to where a prompt is to be cached. Not used: shared prefixes are found without it."""
 
     type: Literal["ephemeral"]
@@ -22,12 +42,15 @@ class CacheControl(Body, frozen=True, kw_only=True):
     scope: str | None = None
 
 
-class Citations(Body, frozen=True):
+class Citations(Lenient, frozen=True):
     enabled: Annotated[Flag, Meta(description="not supported: false")] = None
 
 
-class Block(Body, frozen=True, kw_only=True, tag_field="type"):
-    """A part of a message, of the system's text or of a tool's result."""
+class Block(Lenient, frozen=True, kw_only=True, tag_field="type"):
+    """A part of a message, of the system's text or of a tool's result. `hosted`: types of blocks that are passed over
+    where this one may be."""
+
+    hosted: ClassVar[re.Pattern[str] | None] = None
 
     cache_control: CacheControl | None = None
 
@@ -44,31 +67,31 @@ class ImageBlock(Block, frozen=True, kw_only=True, tag="image"):
     transformations: dict[str, Any] | None = None
 
 
-class PlainTextSource(Body, frozen=True, kw_only=True, tag_field="type", tag="text"):
+class PlainTextSource(Lenient, frozen=True, kw_only=True, tag_field="type", tag="text"):
     data: str
     media_type: str = "text/plain"
 
 
-class Base64Source(Body, frozen=True, kw_only=True, tag_field="type", tag="base64"):
+class Base64Source(Lenient, frozen=True, kw_only=True, tag_field="type", tag="base64"):
     """A file in base64: of text, since no model here takes others."""
 
     data: str
     media_type: str
 
 
-class UrlSource(Body, frozen=True, kw_only=True, tag_field="type", tag="url"):
+class UrlSource(Lenient, frozen=True, kw_only=True, tag_field="type", tag="url"):
     """The address of a file. Nothing is fetched here."""
 
     url: str
 
 
-class FileSource(Body, frozen=True, kw_only=True, tag_field="type", tag="file"):
+class FileSource(Lenient, frozen=True, kw_only=True, tag_field="type", tag="file"):
     """The name of a file that was stored before. Nothing is stored here."""
 
     file_id: str
 
 
-class ContentSource(Body, frozen=True, kw_only=True, tag_field="type", tag="content"):
+class ContentSource(Lenient, frozen=True, kw_only=True, tag_field="type", tag="content"):
     content: str | list[TextBlock | ImageBlock]
 
 
@@ -93,11 +116,12 @@ class SearchResultBlock(Block, frozen=True, kw_only=True, tag="search_result"):
 class ToolUseBlock(Block, frozen=True, kw_only=True, tag="tool_use"):
     """A call of a tool."""
 
+    hosted = HOSTED_BLOCKS
+
     id: NonEmpty
     name: NonEmpty
-    input: dict[str, Any]
+    input: PastArguments = None
     caller: Annotated[dict[str, Any] | None, Meta(description="not used")] = None
-    toolset_name: Neutral = None
 
 
 ResultPart = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
@@ -109,7 +133,6 @@ class ToolResultBlock(Block, frozen=True, kw_only=True, tag="tool_result"):
     tool_use_id: NonEmpty
     content: str | list[ResultPart] | None = None
     is_error: Flag = None
-    toolset_name: Neutral = None
 
 
 class ThinkingBlock(Block, frozen=True, kw_only=True, tag="thinking"):
@@ -131,17 +154,17 @@ AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBloc
 # ---------------------------------------------------------------- messages and tools
 
 
-class UserTurn(Body, frozen=True, tag_field="role", tag="user"):
+class UserTurn(Lenient, frozen=True, tag_field="role", tag="user"):
     content: str | list[UserBlock]
 
 
-class AssistantTurn(Body, frozen=True, tag_field="role", tag="assistant"):
+class AssistantTurn(Lenient, frozen=True, tag_field="role", tag="assistant"):
     """An answer of the model. As the last message: the beginning of the answer, which goes on from there."""
 
     content: str | list[AssistantBlock]
 
 
-class SystemTurn(Body, frozen=True, tag_field="role", tag="system"):
+class SystemTurn(Lenient, frozen=True, tag_field="role", tag="system"):
     """An instruction in the middle of a conversation, where the model's template allows it."""
 
     content: str | list[TextBlock]
@@ -150,8 +173,11 @@ class SystemTurn(Body, frozen=True, tag_field="role", tag="system"):
 Turn = UserTurn | AssistantTurn | SystemTurn
 
 
-class CustomTool(Body, frozen=True, kw_only=True):
-    """A tool that the client runs, the only kind: this server runs none."""
+class CustomTool(LenientTool, frozen=True, kw_only=True):
+    """A tool that the client runs, the only kind: this server runs none. A request whose tools are all hosted ones asks
+    for what they would do, and is refused: the client then knows that nothing was searched."""
+
+    needs_others = True
 
     type: Literal["custom"] | None = None
     name: ToolName
@@ -163,7 +189,7 @@ class CustomTool(Body, frozen=True, kw_only=True):
     ] = None
     cache_control: CacheControl | None = None
     allowed_callers: Annotated[list[str] | None, Meta(description="not used: the model calls")] = None
-    defer_loading: Annotated[Flag, Meta(description="not supported: false")] = None
+    defer_loading: Annotated[Flag, Meta(description="not used: nothing searches tools, so all are there")] = None
     eager_input_streaming: Annotated[Flag, Meta(description="not used: inputs are always streamed")] = None
 
 
@@ -237,7 +263,7 @@ class Metadata(Body, frozen=True):
 class CountTokensRequest(Body, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens: a conversation."""
 
-    model: str
+    model: ModelName = None
     messages: Annotated[list[Turn], Meta(min_length=1)]
     system: Annotated[str | list[TextBlock] | None, Meta(description="the system's text, before all messages")] = None
     tools: Annotated[list[CustomTool], Meta(max_length=512)] | None = None

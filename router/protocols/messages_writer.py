@@ -98,12 +98,13 @@ class MessagesFormat:
 
     def _ended(self, piece: Piece) -> MessageEnding:
         reasons: dict[str, StopReason] = {
-            "stop": "end_turn" if piece.stop is None else "stop_sequence",
+            "stop": "end_turn",
             "length": "model_context_window_exceeded" if self._is_cut_at_context else "max_tokens",
             "tool_calls": "tool_use",
         }
-        reason = reasons[cast(str, piece.finish_reason)]
-        return MessageEnding(reason, piece.stop if reason == "stop_sequence" else None)
+        if piece.stop is not None and piece.finish_reason != "tool_calls":
+            return MessageEnding("stop_sequence", piece.stop)
+        return MessageEnding(reasons[cast(str, piece.finish_reason)], None)
 
     def _events(self, part: Delta) -> Iterator[StreamEvent]:
         match part:

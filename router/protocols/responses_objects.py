@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from router.responses import ContentLogprob, PromptTokensDetails, Usage
 
@@ -45,10 +45,11 @@ class MessageItem(AnswerItem, kw_only=True, tag="message"):
 
 
 class CallItem(AnswerItem, kw_only=True, tag="function_call"):
-    """A call. `arguments`: a JSON object, as text."""
+    """A call. `arguments`: a JSON object, as text. `namespace`: that of the function, where it has one."""
 
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str = ""
 
 

@@ -1,13 +1,23 @@
 """Reads a request for a response: its items into a `Conversation`, the rest into what prepares any generation."""
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from router.body import read_as
-from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice
+from router.conversation import (
+    Conversation,
+    Message,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    arguments_text,
+    qualified,
+)
 from router.defaults import SamplingDefaults
 from router.errors import ApiError, invalid
 from router.formats.format import OutputFormat
@@ -29,18 +39,26 @@ from router.protocols.responses_types import (
     SchemaFormat,
     SentCall,
     SentMessage,
+    SentNamespace,
     SentOutput,
     SentReasoning,
     SentTool,
     WrittenRefusal,
     WrittenText,
 )
-from router.requests import GenerationRequest, JsonSchema, JsonSchemaFormat
+from router.requests import HOSTED_TOOLS, GenerationRequest, JsonSchema, JsonSchemaFormat
 from router.tokenizer import Tokenizer
+from router.unknown_fields import hosted
 
 TOO_LONG = "context_length_exceeded"
 LOGPROBS = "message.output_text.logprobs"
 PARAMS = {"response_format": "text.format"}  # the names that chat completions have for parameters
+
+# Calls of hosted tools, and what came of them: other servers' answers have them.
+HOSTED_ITEMS = re.compile(
+    r"(web_search|file_search|code_interpreter|image_generation|mcp|tool_search)_call|tool_search_output|"
+    r"mcp_(list_tools|approval_request|approval_response)"
+)
 
 Sent = dict[str, Any]  # an item as it was sent
 Made = TypeVar("Made")
@@ -49,12 +67,13 @@ Made = TypeVar("Made")
 @dataclass(frozen=True)
 class Asked:
     """A request, and the items that it refers to. `before`: those of the responses before it. `referred`: by their ids.
-    `keeps`: whether the response will be stored."""
+    `keeps`: whether the response will be stored. `passed_over`: gets the names of what is passed over."""
 
     request: ResponsesRequest
     before: Sequence[Sent] = ()
     referred: dict[str, Sent] = field(default_factory=dict)
     keeps: bool = False
+    passed_over: set[str] = field(default_factory=set)
 
 
 def responses_job(
@@ -66,9 +85,10 @@ def responses_job(
     context_length: int,
     max_sequences: int,
     arrived: float,
+    cut_at_context: bool = False,
 ) -> tuple[PreparedRequest, ResponseObject]:
     """Prepares a response: renders the template and tokenises. Returns the response as it is before it begins, too.
-    Slow: run it in a thread. Raises ApiError."""
+    `cut_at_context`: as of `conversation_job`. Slow: run it in a thread. Raises ApiError."""
     request = asked.request
     conversation = responses_conversation(asked)
     generation = defaults.complete(_generation(request))
@@ -86,6 +106,7 @@ def responses_job(
             max_tokens=request.max_output_tokens,
             max_tokens_param="max_output_tokens",
             messages_param="input",
+            cut_at_context=cut_at_context,
             logprobs=_logprobs(request),
         )
 
@@ -104,13 +125,13 @@ def responses_conversation(asked: Asked) -> Conversation:
     """The conversation of a request: its instructions, the items before it, its own. Raises ApiError, which names the
     parameter at fault."""
     request = asked.request
-    tools = read_tools(request.tools or ())
+    tools = read_tools(request.tools or (), asked.passed_over)
     effort = request.reasoning.effort if request.reasoning else None
     messages = read_messages(
         [
             *_instructions(request),
-            *_read(asked.before, "previous_response_id", asked.referred),
-            *_read(sent_items(request), "input", asked.referred),
+            *_read(asked.before, "previous_response_id", asked.referred, set()),  # told when they were sent
+            *_read(sent_items(request, asked.passed_over), "input", asked.referred, asked.passed_over),
         ]
     )
     if not any(message.role != "system" or message.text for message in messages):
@@ -123,18 +144,22 @@ def responses_conversation(asked: Asked) -> Conversation:
         thinking=Thinking(
             enabled=None if effort is None else effort != "none",
             effort=effort,
-            budget=request.thinking_token_budget,
+            budget=None if request.thinking_token_budget == -1 else request.thinking_token_budget,
         ),
         arguments=request.chat_template_kwargs or {},
     )
 
 
-def sent_items(request: ResponsesRequest) -> list[Sent]:
-    """The items of `input`, each with its type. Raises ApiError for one whose type is not known."""
+def sent_items(request: ResponsesRequest, passed_over: set[str]) -> list[Sent]:
+    """The items of `input`, each with its type, but for what hosted tools have done elsewhere. Raises ApiError for one
+    whose type is not known."""
     if request.input is None or isinstance(request.input, str):
         content = request.input
         return [] if content is None else [{"type": "message", "role": "user", "content": content}]
-    return [_typed(item, f"input[{number}]") for number, item in enumerate(request.input)]
+    items = [_typed(item, f"input[{number}]") for number, item in enumerate(request.input)]
+    kept = [item for item in items if not HOSTED_ITEMS.fullmatch(item["type"])]
+    passed_over.update(hosted("input", item["type"]) for item in items if HOSTED_ITEMS.fullmatch(item["type"]))
+    return kept
 
 
 def references(items: Iterable[Sent]) -> list[str]:
@@ -152,14 +177,17 @@ def read_messages(items: Iterable[tuple[str, Item]]) -> tuple[Message, ...]:
         thinks = last.role == "assistant" and not last.text and not last.calls
         match item:
             case SentMessage(role="assistant", content=content):
-                text = _text(content, f"{path}.content")
+                text = _text(content or "", f"{path}.content")
                 if thinks:
                     made[-1] = replace(last, text=text)
                 else:
                     made.append(Message("assistant", text))
-            case SentMessage(role="user", content=content):
+            case SentMessage(content=None):
+                where = f"{path}.content"
+                raise invalid(f"Missing required parameter: {where!r}.", where, "missing_required_parameter")
+            case SentMessage(role="user", content=str() | list() as content):
                 made.append(Message("user", _text(content, f"{path}.content")))
-            case SentMessage(content=content):
+            case SentMessage(content=str() | list() as content):
                 text = _text(content, f"{path}.content")
                 if len(made) == 1 and last.role == "system":
                     made[-1] = replace(last, text=f"{last.text}\n\n{text}")
@@ -173,8 +201,9 @@ def read_messages(items: Iterable[tuple[str, Item]]) -> tuple[Message, ...]:
                     made.append(Message("assistant", thinking=thinking))
             case SentCall(status="incomplete"):  # its arguments were cut off
                 pass
-            case SentCall(call_id=call_id, name=name, arguments=arguments):
-                call = ToolCall(call_id, name, arguments)
+            case SentCall(call_id=call_id, arguments=arguments):
+                name = qualified(item.name, item.namespace)
+                call = ToolCall(call_id, name, arguments_text(arguments))
                 tool_names[call_id] = name
                 if last.role == "assistant":
                     made[-1] = replace(last, calls=(*last.calls, call))
@@ -182,31 +211,52 @@ def read_messages(items: Iterable[tuple[str, Item]]) -> tuple[Message, ...]:
                     made.append(Message("assistant", calls=(call,)))
             case SentOutput(call_id=call_id, output=output):
                 text = _text(output, f"{path}.output")
-                made.append(Message("tool", text, call_id=call_id, name=item.name or tool_names.get(call_id)))
+                named = qualified(item.name, item.namespace) if item.name else None
+                made.append(Message("tool", text, call_id=call_id, name=tool_names.get(call_id) or named))
             case ItemReference():
                 raise invalid(f"{path!r} refers to an item that refers to another.", path)
     return tuple(made)
 
 
-def read_tools(tools: Sequence[Sent]) -> tuple[Tool, ...]:
-    """The tools. Raises ApiError for those that a client does not run, and for two of one name."""
+def read_tools(tools: Sequence[Sent], passed_over: set[str]) -> tuple[Tool, ...]:
+    """The tools, those of namespaces too. Hosted ones are passed over. Raises ApiError for others that are no
+    functions, and for two of one name."""
     read: list[Tool] = []
-    for number, sent in enumerate(tools):
-        path = f"tools[{number}]"
-        kind = sent.get("type")
-        if isinstance(kind, str) and kind != "function":
-            raise invalid(
-                f"{path!r} is of type {kind[:100]!r}: this server runs no tools. Send those of type 'function', which "
-                "the client runs, and leave the others out.",
-                f"{path}.type",
-                "unsupported_tool",
-            )
-        tool: SentTool = read_as(SentTool, sent, path)
-        if any(tool.name == other.name for other in read):
-            raise invalid(f"Two tools are called {tool.name!r}.", f"{path}.name")
+    for sent, path, namespace in _functions(tools, "tools", passed_over):
+        tool: SentTool = read_as(SentTool, sent, path, passed_over)
+        group = None if namespace is None else namespace.name
+        name = qualified(tool.name, group)
+        if any(name == other.name for other in read):
+            raise invalid(f"Two tools are called {name!r}.", f"{path}.name")
+        description = tool.description or ""
+        if namespace is not None and namespace.description and path.endswith("[0]"):
+            description = f"{namespace.description}\n\n{description}"  # what is said of all is said once
         parameters = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
-        read.append(Tool(tool.name, tool.description or "", parameters, tool.strict is not False))
+        read.append(Tool(name, description, parameters, tool.strict is not False, group))
     return tuple(read)
+
+
+def _functions(
+    tools: Sequence[Sent], path: str, passed_over: set[str], namespace: SentNamespace | None = None
+) -> Iterator[tuple[Sent, str, SentNamespace | None]]:
+    """The functions among tools, each with the parameter's name and its namespace."""
+    for number, sent in enumerate(tools):
+        here = f"{path}[{number}]"
+        match sent.get("type"):
+            case "namespace" if namespace is None:
+                group: SentNamespace = read_as(SentNamespace, sent, here, passed_over)
+                yield from _functions(group.tools, f"{here}.tools", passed_over, group)
+            case str(kind) if HOSTED_TOOLS.fullmatch(kind):
+                passed_over.add(hosted("tools", kind))
+            case str(kind) if kind != "function":
+                raise invalid(
+                    f"{here!r} is of type {kind[:100]!r}, which this server does not know. Send those of type "
+                    "'function' or 'namespace', which the client runs, and leave the others out.",
+                    f"{here}.type",
+                    "unsupported_tool",
+                )
+            case _:
+                yield sent, here, namespace
 
 
 def fitted(conversation: Conversation, prepare: Callable[[Conversation], Made]) -> Made:
@@ -272,15 +322,19 @@ def response_object(asked: Asked, job: PreparedRequest, generation: GenerationRe
         temperature=1.0 if generation.temperature is None else generation.temperature,
         text=TextSettings(format={"type": "text"} if form is None else msgspec.to_builtins(form)),
         tool_choice=choice if isinstance(choice, str) else "auto" if choice is None else msgspec.to_builtins(choice),
-        tools=[
-            {"description": None, "parameters": None, **tool, "strict": tool.get("strict") is not False}
-            for tool in request.tools or ()
-        ],
+        tools=[_shown(tool) for tool in request.tools or () if not HOSTED_TOOLS.fullmatch(str(tool.get("type")))],
         top_logprobs=request.top_logprobs or 0,
         top_p=1.0 if generation.top_p is None else generation.top_p,
         truncation=request.truncation or "disabled",
         user=request.user,
     )
+
+
+def _shown(tool: Sent) -> Sent:
+    """The tool in a response: as it was sent, a function with the fields that may be left out."""
+    if tool.get("type") == "namespace":
+        return tool
+    return {"description": None, "parameters": None, **tool, "strict": tool.get("strict") is not False}
 
 
 def _instructions(request: ResponsesRequest) -> list[tuple[str, Item]]:
@@ -311,12 +365,22 @@ def _choice(request: ResponsesRequest, tools: Sequence[Tool]) -> ToolChoice:
     match request.tool_choice:
         case None:
             return ToolChoice()
-        case NamedFunction(name=name):
-            return check_choice(ToolChoice("required", (name,)), tools)
+        case NamedFunction() as named:
+            return check_choice(ToolChoice("required", (_named(named, tools),)), tools)
         case AllowedFunctions(mode=mode, tools=allowed):
-            return check_choice(ToolChoice(mode, tuple(tool.name for tool in allowed)), tools)
+            return check_choice(ToolChoice(mode, tuple(_named(named, tools) for named in allowed)), tools)
         case mode:
             return check_choice(ToolChoice(mode), tools)
+
+
+def _named(function: NamedFunction, tools: Sequence[Tool]) -> str:
+    """The name by which the model knows a function. Without a namespace, the own name is enough where only one function
+    has it."""
+    name = qualified(function.name, function.namespace)
+    if function.namespace is None and all(tool.name != name for tool in tools):
+        own = [tool.name for tool in tools if tool.own_name == name]
+        return own[0] if len(own) == 1 else name
+    return name
 
 
 def _typed(item: Sent, path: str) -> Sent:
@@ -328,7 +392,7 @@ def _typed(item: Sent, path: str) -> Sent:
             raise invalid(f"Missing required parameter: '{path}.type'.", f"{path}.type", "missing_required_parameter")
         return item | {"type": guess}
     known = [each.__struct_config__.tag for each in ITEMS]
-    if kind not in known:
+    if kind not in known and not (isinstance(kind, str) and HOSTED_ITEMS.fullmatch(kind)):
         raise invalid(
             f"'{path}' is of type {str(kind)[:100]!r}; this server takes {', '.join(map(str, known))}.",
             f"{path}.type",
@@ -337,14 +401,16 @@ def _typed(item: Sent, path: str) -> Sent:
     return item
 
 
-def _read(items: Sequence[Sent], path: str, referred: dict[str, Sent]) -> Iterable[tuple[str, Item]]:
+def _read(
+    items: Sequence[Sent], path: str, referred: dict[str, Sent], passed_over: set[str]
+) -> Iterable[tuple[str, Item]]:
     for number, sent in enumerate(items):
         here = f"{path}[{number}]"
-        item: Item = read_as(Item, sent, here)
+        item: Item = read_as(Item, sent, here, passed_over)
         if isinstance(item, ItemReference):
             if item.id not in referred:
                 raise invalid(f"Item with id {item.id[:100]!r} not found.", f"{here}.id", "item_not_found")
-            item = read_as(Item, referred[item.id], here)
+            item = read_as(Item, referred[item.id], here, set())
         yield here, item
 
 

@@ -11,7 +11,7 @@ from router import openapi
 from router.auth import Keys, client_of
 from router.errors import ApiError, internal, invalid
 from router.generation import Generation
-from router.models import Models
+from router.models import Models, passed_over
 from router.protocols.response_store import Item, StoredResponse
 from router.protocols.responses_objects import DeletedResponse, InputItems, ResponseObject
 from router.protocols.responses_reader import Asked, references, responses_job, sent_items
@@ -53,8 +53,8 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
         if body.background and not keeps:
             why = "'store' must not be false" if kept else "this server keeps no responses"
             raise invalid(f"'background' needs a stored response: {why}.", "background")
-        items = sent_items(body)
-        asked = await _asked(kept, tenant, body, items, keeps)
+        items = sent_items(body, passed_over(request))
+        asked = await _asked(kept, tenant, body, items, keeps, passed_over(request))
         job, response = await service.in_thread(
             size + len(msgspec.json.encode(asked.before)),
             responses_job,
@@ -66,7 +66,9 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
             service.context_length,
             service.config.max_prompts,
             arrived,
+            service.config.clamp_max_tokens,
         )
+        request.state.also_named(job.id)
         form = ResponsesFormat(job, response, service.tokenizer)
         generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
         stored = StoredResponse(response, [_listed(item, asked.referred) for item in items] if keeps else [])
@@ -158,7 +160,9 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
     return routes
 
 
-async def _asked(kept: KeptResponses, tenant: str, body: ResponsesRequest, items: list[Item], keeps: bool) -> Asked:
+async def _asked(
+    kept: KeptResponses, tenant: str, body: ResponsesRequest, items: list[Item], keeps: bool, passed_over: set[str]
+) -> Asked:
     """The request with what it refers to in the store. Raises ApiError."""
     before: list[Item] = []
     referred: dict[str, Item] = {}
@@ -176,7 +180,7 @@ async def _asked(kept: KeptResponses, tenant: str, body: ResponsesRequest, items
         before = [item for stored in chain for item in stored.items]
     if kept and (ids := references(items)):
         referred = await kept.run(lambda store: store.items(tenant, ids))
-    return Asked(body, before, referred, keeps)
+    return Asked(body, before, referred, keeps, passed_over)
 
 
 async def _stream(

@@ -10,20 +10,24 @@ import msgspec
 from msgspec import Meta
 
 from router.requests import (
-    INT32,
     Body,
     Count,
     Flag,
     GenerationRequest,
     JsonObjectFormat,
+    Lenient,
+    LenientTool,
     Neutral,
     NeutralList,
     NonEmpty,
+    PastArguments,
     ReasoningEffort,
     TemplateArguments,
     TextFormat,
+    ThinkingBudget,
     ToolName,
     TopLogprobs,
+    Unused,
 )
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -38,19 +42,20 @@ Include = Literal[
     "message.output_text.logprobs",
 ]
 Anything = Annotated[list[Any], Meta(description="not used")]
+Ignored = Annotated[Any, Meta(description="not used")]
+Namespace = Annotated[str | None, Meta(description="the namespace of the function, where it has one")]
 
 
 # ---------------------------------------------------------------- items
 
 
-class InputText(Body, frozen=True, tag_field="type", tag="input_text"):
+class InputText(Lenient, frozen=True, tag_field="type", tag="input_text"):
     """A part that is text."""
 
     text: str
-    prompt_cache_breakpoint: Neutral = None
 
 
-class WrittenText(Body, frozen=True, tag_field="type", tag="output_text"):
+class WrittenText(Lenient, frozen=True, tag_field="type", tag="output_text"):
     """A part that is a model's text."""
 
     text: str
@@ -58,13 +63,13 @@ class WrittenText(Body, frozen=True, tag_field="type", tag="output_text"):
     logprobs: Anything | None = None
 
 
-class WrittenRefusal(Body, frozen=True, tag_field="type", tag="refusal"):
+class WrittenRefusal(Lenient, frozen=True, tag_field="type", tag="refusal"):
     """A part with which a model refused."""
 
     refusal: str
 
 
-class InputFile(Body, frozen=True, kw_only=True, tag_field="type", tag="input_file"):
+class InputFile(Lenient, frozen=True, kw_only=True, tag_field="type", tag="input_file"):
     """A part that is a file of text."""
 
     file_data: Annotated[str | None, Meta(description="data:text/...;base64,... or the text in base64")] = None
@@ -72,48 +77,46 @@ class InputFile(Body, frozen=True, kw_only=True, tag_field="type", tag="input_fi
     detail: str | None = None
     file_id: Neutral = None
     file_url: Neutral = None
-    prompt_cache_breakpoint: Neutral = None
 
 
-class InputImage(Body, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
+class InputImage(Lenient, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
     """A picture. No model here takes one."""
 
     image_url: str | None = None
     file_id: str | None = None
     detail: str | None = None
-    prompt_cache_breakpoint: Neutral = None
 
 
 ContentPart = InputText | WrittenText | WrittenRefusal | InputFile | InputImage
 Content = str | list[ContentPart]
 
 
-class SentMessage(Body, frozen=True, kw_only=True, tag_field="type", tag="message"):
+class SentMessage(Lenient, frozen=True, kw_only=True, tag_field="type", tag="message"):
     """A message. `developer` means `system`. Text parts are joined by newlines."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    content: Content | None = None
     id: str | None = None
     status: ItemStatus | None = None
     phase: str | None = None
     end_turn: Flag = None
 
 
-class SentCall(Body, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    """A call that the model made. `arguments`: a JSON object, as text."""
+class SentCall(Lenient, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
+    """A call that the model made."""
 
     call_id: NonEmpty
     name: NonEmpty
-    arguments: str
+    arguments: PastArguments = None
     id: str | None = None
     status: ItemStatus | None = None
-    namespace: Neutral = None
-    caller: Neutral = None
-    is_async: Neutral = msgspec.field(default=None, name="async")
-    async_: Neutral = None  # as the openai package writes it down
+    namespace: Namespace = None
+    caller: Ignored = None
+    is_async: Ignored = msgspec.field(default=None, name="async")
+    async_: Ignored = None  # as the openai package writes it down
 
 
-class SentOutput(Body, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"):
+class SentOutput(Lenient, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"):
     """The result of a call."""
 
     call_id: NonEmpty
@@ -121,29 +124,29 @@ class SentOutput(Body, frozen=True, kw_only=True, tag_field="type", tag="functio
     id: str | None = None
     name: str | None = None
     status: ItemStatus | None = None
-    namespace: Neutral = None
-    caller: Neutral = None
+    namespace: Namespace = None
+    caller: Ignored = None
 
 
-class SummaryText(Body, frozen=True, tag_field="type", tag="summary_text"):
+class SummaryText(Lenient, frozen=True, tag_field="type", tag="summary_text"):
     """A part of a summary of what the model thought."""
 
     text: str
 
 
-class ThoughtText(Body, frozen=True, tag_field="type", tag="reasoning_text"):
+class ThoughtText(Lenient, frozen=True, tag_field="type", tag="reasoning_text"):
     """A part of what the model thought."""
 
     text: str
 
 
-class PlainThought(Body, frozen=True, tag_field="type", tag="text"):
+class PlainThought(Lenient, frozen=True, tag_field="type", tag="text"):
     """A part of what the model thought, as some clients name it."""
 
     text: str
 
 
-class SentReasoning(Body, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+class SentReasoning(Lenient, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
     """The model's thinking. `content` goes to the template; without it, `summary` does."""
 
     summary: list[SummaryText] | None = None
@@ -153,7 +156,7 @@ class SentReasoning(Body, frozen=True, kw_only=True, tag_field="type", tag="reas
     status: ItemStatus | None = None
 
 
-class ItemReference(Body, frozen=True, kw_only=True, tag_field="type", tag="item_reference"):
+class ItemReference(Lenient, frozen=True, kw_only=True, tag_field="type", tag="item_reference"):
     """An item of a stored response, by its id."""
 
     id: NonEmpty
@@ -166,7 +169,7 @@ ITEMS = (SentMessage, SentCall, SentOutput, SentReasoning, ItemReference)
 # ---------------------------------------------------------------- tools
 
 
-class SentTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+class SentTool(LenientTool, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """A function that the model may call. The client runs it: this server runs none."""
 
     name: ToolName
@@ -175,16 +178,24 @@ class SentTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"
     strict: Annotated[Flag, Meta(description="the arguments of every call validate against parameters; true")] = None
     output_schema: Annotated[dict[str, Any] | None, Meta(description="not used")] = None
     allowed_callers: Annotated[list[Literal["direct"]], Meta(max_length=1)] | None = None
-    defer_loading: Annotated[Flag, Meta(description="not supported: false")] = None
+    defer_loading: Annotated[Flag, Meta(description="not used: nothing searches tools, so all are there")] = None
     is_async: Neutral = msgspec.field(default=None, name="async")
 
-    neutral_flags = ("defer_loading",)
+
+class SentNamespace(Lenient, frozen=True, kw_only=True, tag_field="type", tag="namespace"):
+    """Functions under a common name, as an MCP server's. The model knows each as NAMESPACE__NAME; calls have `name` and
+    `namespace`."""
+
+    name: ToolName
+    description: str | None = None
+    tools: list[dict[str, Any]]
 
 
-class NamedFunction(Body, frozen=True, tag_field="type", tag="function"):
+class NamedFunction(Body, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="function"):
     """The answer is a call of this function."""
 
     name: ToolName
+    namespace: Namespace = None
 
 
 class AllowedFunctions(Body, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"):
@@ -210,7 +221,7 @@ class TextOptions(Body, frozen=True, kw_only=True):
     """The form of the answer's text."""
 
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, Meta(description="not used")] = None
 
 
 class ReasoningOptions(Body, frozen=True, kw_only=True):
@@ -269,17 +280,14 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
         Meta(description="kept, and repeated in the answer"),
     ] = None
     service_tier: Annotated[
-        Literal["auto", "default", "flex", "priority"] | None,
+        Literal["auto", "default", "flex", "scale", "priority"] | None,
         Meta(description="there is one tier: the answer says default"),
     ] = None
     safety_identifier: Annotated[str | None, Meta(description="as user, and before it")] = None
     prompt_cache_key: Annotated[str | None, Meta(description="not used: shared prefixes are found without it")] = None
     client_metadata: Annotated[dict[str, str] | None, Meta(description="not used, and not kept")] = None
     chat_template_kwargs: TemplateArguments = None
-    thinking_token_budget: Annotated[
-        Annotated[int, Meta(ge=0, le=INT32)] | None,
-        Meta(description="most tokens of thinking; what is longer is cut off, and the answer begins"),
-    ] = None
+    thinking_token_budget: ThinkingBudget = None
 
     access_programs: Neutral = None
     context_management: NeutralList | None = None
@@ -290,7 +298,11 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
     n: Neutral = None
     program: Neutral = None
     prompt: Neutral = None
-    prompt_cache_options: Neutral = None
-    prompt_cache_retention: Neutral = None
+    prompt_cache_options: Unused = None
+    prompt_cache_retention: Unused = None
+    prompt_logprobs: Neutral = None
     response_format: Neutral = None
+    return_prompt_token_ids: Neutral = None
     return_token_ids: Neutral = None
+    truncate_prompt_tokens: Neutral = None
+    truncation_side: Neutral = None

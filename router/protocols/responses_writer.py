@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
 from router.errors import ApiError
@@ -56,6 +57,8 @@ class ResponsesFormat:
     def __init__(self, job: PreparedRequest, response: ResponseObject, tokenizer: Tokenizer) -> None:
         self.response = response
         self._wants_logprobs = job.wants_logprobs
+        tools = job.syntax.tools if job.syntax else ()
+        self._in_namespaces = {tool.name: tool for tool in tools if tool.namespace is not None}
         self._tokenizer = tokenizer
         self._number = 0
         self._open: OutputItem | None = None
@@ -148,7 +151,10 @@ class ResponsesFormat:
                 self._open.content[0].text += text
                 yield ThoughtAdded(delta=text, **self._place())
             case CallBegin(_, name, call_id):
-                yield from self._add(CallItem(id=new_id("fc"), call_id=call_id or new_id("call"), name=name))
+                call = CallItem(id=new_id("fc"), call_id=call_id or new_id("call"), name=name)
+                if (tool := self._in_namespaces.get(name)) is not None:
+                    call.name, call.namespace = tool.own_name, tool.namespace or UNSET
+                yield from self._add(call)
             case CallArguments(_, text):
                 assert isinstance(self._open, CallItem)
                 self._open.arguments += text

@@ -172,7 +172,8 @@ def assistant_end() -> Expr:
 
 def separate_reasoning(expr: Expr, model_type: str) -> Expr:
     """`expr`, with the reasoning of each `gen` in it split off: `s[name]` is the answer, and
-    `s[name + "_reasoning_content"]` the reasoning. `model_type` is a key of `shoal.lang.reasoning.MARKS`."""
+    `s[name + "_reasoning_content"]` the reasoning. `model_type`: as for
+    `shoal.lang.reasoning.marks_of`."""
     parts = parts_of(expr)
     names = tuple(part.name for part in parts if isinstance(part, Gen | Select) and part.name is not None)
     return ExprList((*parts, SeparateReasoning(names, model_type)))

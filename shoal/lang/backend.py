@@ -123,7 +123,8 @@ class Backend:
 
     `params` are the fields of `GenParams` that it honours; `features` are other abilities: "select", "images", "video",
     "stream", "prefill" (an assistant's message that has begun is continued). `tells_tokens`: log probabilities name all
-    tokens of an output.
+    tokens of an output. `incremental_streaming_output`: lists in the details of a streamed output have what is new with
+    each piece, and not all so far.
     """
 
     name: str = "backend"
@@ -131,9 +132,15 @@ class Backend:
     features: frozenset[str] = frozenset()
     is_chat_model: bool = False
     tells_tokens: bool = False
+    incremental_streaming_output: bool = False
 
     def __init__(self) -> None:
         self.token_usage = TokenUsage()
+
+    @property
+    def endpoint(self) -> "Backend":
+        """The backend itself: what has a backend, as an `Engine`, has it under this name."""
+        return self
 
     async def roles(self) -> RoleFormat:
         """How conversations are written. Raises BackendError."""
@@ -164,6 +171,13 @@ class Backend:
     async def server_info(self) -> dict[str, Any] | None:
         """The version and model, as far as the backend tells."""
         return None
+
+    def get_model_name(self) -> str:
+        """The model's name. Raises BackendError, and NotSupported where the backend does not tell."""
+        raise NotSupported(f"{self.name} does not tell the name of its model")
+
+    def shutdown(self) -> None:
+        """Ends what belongs to the backend alone. A server that others may use goes on."""
 
     def speculating(self, num_tokens: int) -> "Backend":
         """A backend for one run, whose calls generate `num_tokens` past their stop and serve later calls from that."""

@@ -168,15 +168,21 @@ class Branch:
         return self
 
     async def pieces(self, name: str | None) -> AsyncIterator[tuple[str, Any]]:
-        """The text (or a variable's) as it grows, each piece with the variable's details so far."""
-        sent = 0
+        """The text (or a variable's) as it grows, each piece with the variable's details so far. Of a backend with
+        `incremental_streaming_output`, lists have what is new with the piece."""
+        sent, told = 0, dict[str, int]()
         while True:
             variable = self.variables.get(name) if name is not None else None
             text = self.text if name is None else (variable.value if variable is not None else "")
             over = (variable is not None and variable.done) if name is not None else self.has_run(to_the_end=True)
             if isinstance(text, str) and len(text) > sent:
                 new, sent = text[sent:], len(text)
-                yield new, variable.meta if variable is not None else None
+                meta = variable.meta if variable is not None else None
+                if self.run.backend.incremental_streaming_output and isinstance(meta, dict):
+                    lists = {key: value for key, value in meta.items() if isinstance(value, list)}
+                    meta = meta | {key: value[told.get(key, 0) :] for key, value in lists.items()}
+                    told = {key: len(value) for key, value in lists.items()}
+                yield new, meta
                 continue  # the branch went on meanwhile
             if over or self.error is not None:
                 break

@@ -5,8 +5,6 @@ calls (`Call.template`, `Call.remaining`).
 """
 
 import asyncio
-import math
-import random
 import re
 from collections.abc import Coroutine
 from contextlib import aclosing
@@ -16,6 +14,7 @@ from typing import Any
 
 from shoal.lang.backend import Call, Generated
 from shoal.lang.branch import Branch
+from shoal.lang.choices import decided, needs_unconditional
 from shoal.lang.errors import NotSupported
 from shoal.lang.ir import (
     ConstantText,
@@ -245,20 +244,9 @@ class Interpreter:
         self._run.backend.check_feature("select")
         self._check_place("select")
         call = self._call(self._run.defaults)
-        scores = await self._run.backend.score(call, expr.choices, expr.method.needs_unconditional)
-        values = expr.method.values(scores)
-        chosen = max(range(len(values)), key=values.__getitem__)
-        if expr.temperature > 0:
-            best = values[chosen]
-            weights = [math.exp((value - best) / expr.temperature) for value in values]
-            chosen = random.choices(range(len(values)), weights)[0]
+        scores = await self._run.backend.score(call, expr.choices, needs_unconditional(expr.method))
+        chosen, meta = decided(expr.method, expr.choices, scores, expr.temperature)
         self._branch.append(expr.choices[chosen], generated=True, name=expr.name)
-        meta = {
-            "values": values,
-            "input_token_logprobs": [
-                [(p, token, None) for p, token in zip(score.logprobs, score.token_ids, strict=True)] for score in scores
-            ],
-        }
         self._branch.set(expr.name, expr.choices[chosen], meta)
         return meta
 
@@ -356,4 +344,6 @@ def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     joined = dict(old)
     for key, value in new.items():
         joined[key] = joined.get(key, []) + value if isinstance(value, list) else value
+    if "output_token_logprobs" in joined:
+        joined["output_token_logprobs_length"] = len(joined["output_token_logprobs"])
     return joined

@@ -133,8 +133,8 @@ class ExprList(Expr):
 
 @dataclass(frozen=True)
 class Gen(Expr):
-    name: str | None
-    params: GenParams
+    name: str | None = None
+    params: GenParams = field(default_factory=GenParams)
 
 
 @dataclass(frozen=True)
@@ -221,3 +221,19 @@ def names_set_by(expr: Expr) -> list[str]:
         return [SeparateReasoning.reasoning_name(name) for name in expr.names]
     name = getattr(expr, "name", None) if isinstance(expr, Gen | Select | VarScopeBegin) else None
     return [] if name is None else [name]
+
+
+# SGLang's names.
+SglExpr = Expr
+SglConstantText = ConstantText
+SglExprList = ExprList
+SglGen = Gen
+SglSelect = Select
+SglRoleBegin = RoleBegin
+SglRoleEnd = RoleEnd
+SglImage = Image
+SglVideo = Video
+SglVarScopeBegin = VarScopeBegin
+SglVarScopeEnd = VarScopeEnd
+SglSeparateReasoning = SeparateReasoning
+SglSamplingParams = GenParams

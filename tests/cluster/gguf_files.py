@@ -11,7 +11,9 @@ HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 2, 4, 2
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
 
 
-def write_gguf(path: Path, kind: gguf.GGMLQuantizationType = Q4_1, hidden: int = HIDDEN) -> None:
+def write_gguf(
+    path: Path, kind: gguf.GGMLQuantizationType = Q4_1, hidden: int = HIDDEN, turn_end: int | None = None
+) -> None:
     """A random Llama with tied embeddings, in `kind` where quantisation is possible, and SmolLM's pre-tokenizer."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
@@ -31,6 +33,9 @@ def write_gguf(path: Path, kind: gguf.GGMLQuantizationType = Q4_1, hidden: int =
     writer.add_token_merges(["Ġ Ġ", "h e"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if turn_end is not None:
+        writer.add_eot_token_id(turn_end)
+        writer.add_uint32("tokenizer.ggml.eom_token_id", 1)
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")

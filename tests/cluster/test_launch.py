@@ -466,6 +466,7 @@ STACK = 'Traceback (most recent call last):\n  File "x.py", line 3, in y\n    z(
         ),
         (Overview(ApplicationStatus.DEPLOYING, "", RETRY + STACK + "ValueError: bad thing\n"), "ValueError: bad thing"),
         (Overview(ApplicationStatus.DEPLOY_FAILED, "no room", ""), "\nno room"),
+        (Overview(ApplicationStatus.UNHEALTHY, "", "ray.exceptions.ActorDiedError: it died\n"), None),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_failure_is_found_in_serves_messages(overview: Overview | None, reason: str | None) -> None:

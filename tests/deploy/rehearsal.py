@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import httpx
 
 from tests.deploy.hosts import missing
 
+ROOT = Path(__file__).parents[2]
+VENV = Path(sys.prefix)
 WAIT_S = 600.0
 PROMPT = "streams that last"
 # A step's time: twenty tokens a second, as of a large model; with longer streams the context has to suffice.
@@ -23,6 +26,21 @@ CONTEXT = 4000
 def step_s(stream_s: float) -> float:
     """How long a step takes for streams of this length, in seconds."""
     return max(STEP_S, stream_s / CONTEXT)
+
+
+def shown(*more: Path) -> list[str]:
+    """What hosts need of this machine and would not see: the checkout and its environment, if they lie in /tmp."""
+    return [str(folder) for folder in (ROOT, VENV, *more) if folder.is_relative_to("/tmp")]
+
+
+def made_model(folder: Path) -> Path:
+    """A tiny model, which the hosts' user may read."""
+    from tests.conftest import make_tiny_llama
+
+    model = make_tiny_llama(folder / "tiny-llama")
+    for file in model.iterdir():
+        file.chmod(0o644)
+    return model
 
 
 def until(true: Callable[[], Any], what: str, within_s: float = WAIT_S) -> Any:

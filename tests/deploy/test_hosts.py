@@ -1,20 +1,29 @@
 """Hosts are apart, lose their power and come back, and say what is left on them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.deploy.hosts import SUBNET, Network, missing, network
+from tests.deploy.hosts import SUBNET, Network, cgroups, missing, network
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> Network:
+@pytest.fixture(params=[False, True], ids=["sshd", "systemd"])
+def two(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Network]:
     if why := missing():
         pytest.skip(why)
-    with network(tmp_path, ["one", "two"]) as made:
+    if request.param and cgroups() is None:
+        pytest.skip("hosts have systemd where this machine has it, and cgroups v2")
+    with network(tmp_path, ["one", "two"], (), cgroups() if request.param else None) as made:
         yield made
+
+
+def test_hosts_have_the_systemd_that_they_should(two: Network) -> None:
+    (one, _) = two.hosts
+    found = two.ssh(one, "systemctl --user is-active default.target", check=False).stdout.strip()
+    assert (found == "active") is (two.cgroups is not None)
 
 
 def test_hosts_are_apart_and_reach_each_other(two: Network) -> None:

@@ -7,11 +7,13 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tokenizers
 import uvicorn
@@ -41,6 +43,7 @@ from worker.messages import (
     PROTOCOL,
     Abort,
     CacheEvents,
+    Flush,
     Generate,
     Hello,
     Output,
@@ -202,7 +205,10 @@ class FakeReplica:
         self.check: Callable[[Generate], SchemaCheck | None] = lambda request: None
         self.per_step = per_step
         self.cached_tokens = 3
-        self.load = ReplicaLoad(incarnation="one", kv_tokens_total=1000, prompt_tokens=7, preemptions=2)
+        self.load = ReplicaLoad(incarnation="one", kv_tokens_total=1000, prompt_tokens=7, preemptions=2, flushed=[])
+        self.flushes: list[str] = []
+        self.confirms_flushes = True
+        self.kv_tokens_used = 0
         self.tells_load = True
         self.protocol = PROTOCOL  # 1: as a replica that tells none
         self.speaks_idle = True
@@ -346,6 +352,11 @@ class FakeReplica:
                 self._socket.send_multipart([identity, encode(snapshot)])
                 if self.tells_load:
                     self._socket.send_multipart([identity, encode(self.load)])
+            case Flush():
+                self.flushes.append(message.id)
+                if self.confirms_flushes:
+                    told = msgspec.structs.replace(self.load, flushed=[message.id], kv_tokens_used=self.kv_tokens_used)
+                    self._socket.send_multipart([identity, encode(told)])
             case Generate():
                 answer = self.reply(message)
                 if answer is not None:
@@ -501,6 +512,10 @@ class Stack:
         connection = socket.create_connection((host, port), timeout=WAIT_S)
         connection.sendall(head.encode() + data)
         return connection
+
+    def pool(self) -> ThreadPoolExecutor:
+        """Threads for requests that wait."""
+        return ThreadPoolExecutor(4)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples whose line begins with `name`."""

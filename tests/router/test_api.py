@@ -33,7 +33,12 @@ def test_tokenize_and_back(stack: Any, tokenizer: Tokenizer) -> None:
         return httpx.post(f"{stack.url}/{path}", json=body).raise_for_status().json()
 
     ids = tokenizer.encode("Hello <|im_end|>")
-    assert post("tokenize", {"prompt": "Hello <|im_end|>"}) == {"tokens": ids, "count": len(ids), "max_model_len": 512}
+    assert post("tokenize", {"prompt": "Hello <|im_end|>"}) == {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": 512,
+        "token_strs": None,
+    }
     assert post("detokenize", {"tokens": ids, "model": "tiny"}) == {"prompt": "Hello <|im_end|>"}
     assert post("detokenize", {"tokens": ids, "skip_special_tokens": True}) == {"prompt": "Hello "}
     chat = "<|im_start|>user\nHello<|im_end|>\n"
@@ -69,6 +74,31 @@ def test_errors_name_their_parameter(stack: Any, path: str, body: dict[str, Any]
     error = response.json()["error"]
     assert error["param"] == param and error["message"] and error["type"] == "invalid_request_error"
     assert stack.fakes["r0"].requests() == []
+
+
+@pytest.mark.parametrize("clamps", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        ("v1/chat/completions", {"messages": HELLO}, "max_tokens"),
+        ("v1/chat/completions", {"messages": HELLO}, "max_completion_tokens"),
+        ("v1/completions", {"prompt": "a"}, "max_tokens"),
+        ("v1/responses", {"input": "a"}, "max_output_tokens"),
+        ("v1/messages", {"messages": HELLO}, "max_tokens"),
+    ],
+)
+def test_a_limit_beyond_the_context_is_refused_or_clamped(
+    make_stack: Any, make_replica: Any, path: str, body: dict[str, Any], limit: str, clamps: bool
+) -> None:
+    stack = make_stack(make_replica(), config=RouterConfig(clamp_max_tokens=clamps, response_store_bytes=0))
+    answer = httpx.post(f"{stack.url}/{path}", json={"model": "tiny", limit: 4096} | body)
+    if not clamps and path != "v1/messages":
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, limit, "context_length_exceeded")
+        return
+    assert answer.status_code == 200, answer.text
+    (asked,) = stack.fakes["r0"].requests()
+    assert asked.sampling.max_tokens == stack.service.context_length - len(asked.prompt_ids)
 
 
 def test_the_client_understands_errors(stack: Any) -> None:

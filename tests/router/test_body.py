@@ -3,13 +3,28 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from router.body import parse
 from router.conversation import Message
 from router.errors import ApiError
+from router.neutral_fields import HINTS
+from router.neutral_fields import NEUTRAL as NEUTRAL_FIELDS
 from router.protocols.chat_reader import read_messages
-from router.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.protocols.messages_types import CountTokensRequest, MessagesRequest
+from router.protocols.responses_types import ResponsesRequest
+from router.requests import (
+    Body,
+    ChatRequest,
+    ChoicesRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -90,7 +105,7 @@ def test_neutral_values_are_accepted() -> None:
         ({"audio": {"voice": "a"}}, "audio"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": "a"}, "metadata"),
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         ({"modalities": ["audio"]}, "modalities[0]"),
         ({"modalities": ["text", "audio"]}, "modalities[1]"),
@@ -98,12 +113,17 @@ def test_neutral_values_are_accepted() -> None:
         ({"prediction": {"type": "text", "content": "x"}}, "prediction.type"),
         ({"prompt_cache_key": 1}, "prompt_cache_key"),
         ({"reasoning_effort": "enormous"}, "reasoning_effort"),
-        ({"service_tier": "scale"}, "service_tier"),
+        ({"service_tier": "fast"}, "service_tier"),
         ({"length_penalty": 1.5}, "length_penalty"),
-        ({"store": True}, "store"),
+        ({"store": 1}, "store"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"verbosity": "low"}, "verbosity"),
+        ({"verbosity": "loud"}, "verbosity"),
+        ({"think": "hard"}, "think"),
+        ({"thinking": {"type": "some"}}, "thinking.type"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"stream_options": {"x": 1}}, "stream_options.x"),
@@ -111,15 +131,15 @@ def test_neutral_values_are_accepted() -> None:
         ({"guided_json": 3}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_whitespace_pattern": "[ ]?"}, "guided_whitespace_pattern"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": 3}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
         (
             {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
             "structured_outputs.disable_additional_properties",
         ),
         ({"structured_outputs": {"json": {}, "backend": "x"}}, "structured_outputs.backend"),
-        ({"best_of": 1}, "best_of"),  # of completions only
-        ({"echo": False}, "echo"),
+        ({"best_of": 2}, "best_of"),  # of completions only
+        ({"echo": True}, "echo"),
         ({"n": "1"}, "n"),
         ({"n": True}, "n"),
         ({"n": 1.5}, "n"),
@@ -174,9 +194,8 @@ def test_neutral_values_are_accepted() -> None:
         ({"messages": "hi"}, "messages"),
         ({"messages": [3]}, "messages[0]"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "y": 1}]}, "messages[0].y"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3, "y": 1}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
@@ -213,7 +232,7 @@ def test_refused_by_name_in_completions(fields: dict[str, Any], param: str) -> N
     [
         ({"tool_choice": "any"}, "tool_choice", "any", ["auto", "none", "required"]),
         ({"tool_choice": {"type": "x"}}, "tool_choice.type", "x", ["function", "allowed_tools"]),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search", ["function"]),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type", "custom", ["function"]),
         ({"modalities": ["text", "audio"]}, "modalities[1]", "audio", ["text"]),
         ({"messages": [{"role": "x", "content": "hi"}]}, "messages[0].role", "x", ["assistant", "user"]),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages[0].content[0].type", "x", ["text"]),
@@ -227,10 +246,52 @@ def test_an_unknown_literal_is_answered_with_those_that_are_known(
     assert all(repr(literal) in error.message for literal in (given, *known))
 
 
-@pytest.mark.parametrize("name", ["model", "messages"])
-def test_missing_parameters_are_named(name: str) -> None:
-    error = refused(ChatRequest, {key: value for key, value in CHAT.items() if key != name})
-    assert (error.param, error.code) == (name, "missing_required_parameter")
+def test_a_missing_parameter_is_named() -> None:
+    error = refused(ChatRequest, {"model": "m", "best_of": 1})
+    assert (error.param, error.code) == ("messages", "missing_required_parameter")
+
+
+KINDS: list[tuple[type[Body], dict[str, Any]]] = [
+    (ChatRequest, CHAT),
+    (CompletionRequest, COMPLETION),
+    (ChoicesRequest, {"prompt": "hi", "choices": ["a"]}),
+    (EmbeddingsRequest, {"input": "hi"}),
+    (RerankRequest, {"query": "hi", "documents": ["a"]}),
+    (ScoreRequest, {"text_1": "hi", "text_2": "a"}),
+    (ResponsesRequest, {"input": "hi"}),
+    (MessagesRequest, CHAT | {"max_tokens": 3}),
+    (CountTokensRequest, CHAT),
+    (TokenizeRequest, {"prompt": "hi"}),
+    (DetokenizeRequest, {"tokens": [1]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), KINDS)
+def test_fields_of_other_servers_that_ask_for_nothing_are_passed_over(kind: type[Body], body: dict[str, Any]) -> None:
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    others = {name: values for name, values in NEUTRAL_FIELDS.items() if name not in known}
+    bare = parse(kind, json.dumps(body).encode())
+    most = max(map(len, others.values()))
+    for number in range(most):
+        sent = {name: values[number] for name, values in others.items() if number < len(values)}
+        assert parse(kind, json.dumps(body | sent).encode()) == bare
+    sent = dict.fromkeys([*others, "whatever_comes_next"]) | dict.fromkeys(HINTS - known, "x")
+    assert parse(kind, json.dumps(sent | body).encode()) == bare
+    for name in others:
+        assert refused(kind, body | {name: {"asks": "for something"}}).param == name
+    assert refused(kind, body | dict.fromkeys(others) | {"nonsense": 0}).param == "nonsense"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("use_beam_search", 0), ("best_of", True), ("echo", 0), ("cache_prompt", 1), ("best_of", 2)]
+)
+def test_a_number_is_no_flag(name: str, value: Any) -> None:
+    assert refused(ChatRequest, CHAT | {name: value}).param == name
+
+
+@pytest.mark.parametrize("body", [b'{"a":', b'{"a": 1', b'{"model": 3, "prompt": ', b'{"prompt": "x", "n": "1"'])
+def test_json_that_is_cut_off_is_told_before_what_is_wrong_in_it(body: bytes) -> None:
+    assert refused(CompletionRequest, body).code == "invalid_json"
 
 
 @pytest.mark.parametrize(

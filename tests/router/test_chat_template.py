@@ -125,3 +125,52 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("the file")
     template = ChatTemplate.from_folder(tmp_path)
     assert template is not None and template.render([]) == "the file"
+
+
+def test_where_older_models_and_processors_have_it(tmp_path: Path) -> None:
+    for name in ("processor_config.json", "chat_template.json"):  # the second counts more
+        (tmp_path / name).write_text(json.dumps({"chat_template": f"{name} {{{{ eos_token }}}}", "other": 1}))
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": None, "bos_token": "<s>"}))
+        template = ChatTemplate.from_folder(tmp_path)
+        assert template is not None and template.render([]) == f"{name} </s>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "é", "eos_token": "<e>"}))
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None and template.render([]) == "é"
+
+
+def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    """As transformers, the one named `tool_use` is for conversations with tools."""
+    default, with_tools = "{{ messages | length }}", "{{ tools | length }} tools"
+    named = [{"name": "default", "template": default}, {"name": "tool_use", "template": with_tools}]
+    for config in ({"chat_template": named}, {"chat_template": {"default": default, "tool_use": with_tools}}, None):
+        if config is None:
+            (tmp_path / "chat_template.jinja").write_text(default)
+            (tmp_path / "additional_chat_templates").mkdir()
+            (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config or {}))
+        template = ChatTemplate.from_folder(tmp_path)
+        assert template is not None and template.takes_tools and not template.reads_tools_of_messages
+        assert (template.render([{}]), template.render([{}], tools=[{}, {}])) == ("1", "2 tools")
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named[1:]}))
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None and template.source == with_tools
+
+
+@pytest.mark.parametrize(
+    ("source", "takes", "of_messages"),
+    [
+        ("{% if tools %}x{% endif %}", True, False),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", True, False),
+        ("{% macro m() %}{% for tool in tools %}{% endfor %}{% endmacro %}{{ m() }}", True, False),
+        ("{{ messages[0]['tools'] }}{{ tools }}", True, False),
+        ("{{ messages[0]['tools'] }}", True, True),
+        ("{% for m in messages %}{{ m.tools }}{% endfor %}", True, True),
+        ("There are no tools.", False, False),
+        ("{{ 'tools' }}{# tools #}{% set tools = 1 %}{{ tools }}", False, False),
+    ],
+)
+def test_whether_it_has_a_place_for_tools(source: str, takes: bool, of_messages: bool) -> None:
+    template = ChatTemplate(source, {})
+    assert (template.takes_tools, template.reads_tools_of_messages) == (takes, of_messages)

@@ -78,6 +78,47 @@ def test_the_tokenizer_adds_the_tokens_that_the_model_expects(make_stack: Any, m
 
 
 @pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": -1}, slice(CONTEXT - 2)),
+        ({"truncate_prompt_tokens": 4}, slice(3)),
+        ({"truncate_prompt_tokens": 4, "truncation_side": "left"}, slice(-3, None)),
+        ({"truncate": "END"}, slice(CONTEXT - 2)),
+        ({"truncate": "START"}, slice(-(CONTEXT - 2), None)),
+        ({"truncate": True}, slice(CONTEXT - 2)),
+    ],
+)
+def test_a_text_that_is_cut_keeps_its_special_tokens(
+    make_stack: Any, make_replica: Any, fields: dict[str, Any], kept: slice
+) -> None:
+    backend = byte_level_backend()
+    end = backend.token_to_id("<|endoftext|>")
+    backend.post_processor = processors.TemplateProcessing("$A <|endoftext|>", None, [("<|endoftext|>", end)])
+    fake = make_replica()
+    fake.reply = embeds
+    stack = make_stack(fake, tokens=Tokenizer(backend))
+    long = "The capital of France. " * CONTEXT
+    plain = stack.tokenizer.encode(long, False)
+    ask = f"{stack.url}/v1/embeddings"
+    answer = httpx.post(ask, json={"input": [long, "Hello"], **fields}).raise_for_status().json()
+    first, second = (request.prompt_ids for request in fake.requests())
+    assert first == [*plain[kept], end]
+    assert second == [*stack.tokenizer.encode("Hello", False)[: max(3, (kept.stop or 99))], end]
+    assert answer["usage"]["prompt_tokens"] == len(first) + len(second)
+    assert httpx.post(ask, json={"input": long, "truncate": False}).status_code == 400
+
+
+def test_as_many_texts_as_openai_takes(make_stack: Any, make_replica: Any) -> None:
+    fake = make_replica()
+    fake.reply = embeds
+    stack = make_stack(fake)
+    told = stack.client.embeddings.create(model="tiny", input=[[70 + number % 9] for number in range(600)])
+    assert [one.embedding for one in told.data] == [told.data[number % 9].embedding for number in range(600)]
+    assert stack.service.config.max_prompts == 2048
+    assert httpx.post(f"{stack.url}/v1/embeddings", json={"input": [[70]] * 2049}).status_code == 400
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, "input"),

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from router import request_id
+from router import middleware, request_id
 from router.api import create_app
 from router.config import RouterConfig
 from router.models import Models
@@ -158,3 +158,60 @@ def test_any_origin_or_none(make_stack: Make, make_replica: Make) -> None:
 def test_what_is_no_origin(origins: str) -> None:
     with pytest.raises(ValidationError, match="cors_origins"):
         RouterConfig(cors_origins=origins)
+
+
+# ---------------------------------------------------------------- what is passed over
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", CHAT | {"stream": True}),
+        ("/v1/messages", CHAT | {"max_tokens": 3}),
+        ("/v1/messages/count_tokens", CHAT),
+        ("/v1/responses", {"model": "tiny", "input": HELLO}),
+        ("/v1/responses", {"model": "tiny", "input": HELLO, "stream": True}),
+        ("/tokenize", {"messages": HELLO}),
+    ],
+)
+def test_unknown_fields_are_named_in_a_header_and_once_in_the_log(
+    stack: Any, caplog: pytest.LogCaptureFixture, path: str, body: Any
+) -> None:
+    caplog.set_level(logging.INFO, middleware.__name__)
+    where = "input" if "input" in body else "messages"
+    odd = HELLO[0] | {"x": 1, "a, b\r\nSet-Cookie: é": 2}
+    for _ in range(2):
+        answer = httpx.post(stack.url + path, json=body | {where: [odd]})
+        assert answer.status_code == 200, answer.text
+        (named,) = answer.headers.get_list(middleware.IGNORED)
+        assert named.split(", ") == [f"{where}[].a??b??Set-Cookie:??", f"{where}[].x"]
+    told = [record.message for record in caplog.records if record.name == middleware.__name__]
+    assert sum(f"{where}[].x" in message for message in told) == 1
+    assert middleware.IGNORED not in httpx.post(stack.url + path, json=body).headers
+
+
+def test_a_header_names_only_some_of_many(stack: Any) -> None:
+    odd = HELLO[0] | {f"{number:04}{'x' * 300}": 1 for number in range(500)}
+    answer = httpx.post(f"{stack.url}/v1/chat/completions", json=CHAT | {"messages": [odd]})
+    names = answer.headers[middleware.IGNORED].split(", ")
+    assert names[-1] == "..." and len(names) == 21 and len(answer.headers[middleware.IGNORED]) < 2500
+
+
+# ---------------------------------------------------------------- HEAD
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ping", "/ready", "/metrics", "/version", "/v1/models", "/v1/models/tiny"]
+)
+def test_head_is_get_without_the_body(stack: Any, path: str) -> None:
+    asked, got = httpx.head(stack.url + path), httpx.get(stack.url + path)
+    assert asked.status_code == got.status_code == 200 and not asked.content
+    assert asked.headers["content-type"] == got.headers["content-type"]
+    route = path.replace("tiny", "{model_id:path}")
+    assert stack.metric(f'shoal_http_responses_total{{model="",path="{route}"') == 2
+
+
+def test_head_of_what_only_post_answers(stack: Any) -> None:
+    assert httpx.head(f"{stack.url}/v1/chat/completions").status_code == 405
+    assert httpx.head(f"{stack.url}/nowhere").status_code == 404

@@ -144,6 +144,24 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.parametrize("named", [{}, {"model": None}, {"model": "default"}])
+@pytest.mark.parametrize("path", UNKNOWN)
+def test_the_only_model_need_not_be_named(stack: Any, door: Door, path: str, named: dict[str, Any]) -> None:
+    assert httpx.post(stack.url + path, json=UNKNOWN[path] | named).status_code == 200
+    answer = door.post(path, **UNKNOWN[path], **named)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert "'tiny', 'gpt-4o', 'org/large', 'large', 'big'" in error["message"]
+
+
+def test_a_model_may_be_called_default(make_service: Make, make_replica: Make, serve: Make) -> None:
+    metrics = Metrics()
+    named = make_service(metrics, make_replica("one"), config=RouterConfig(aliases=("default",)))
+    models = Models([named, make_service(metrics, make_replica("two"), name="other")], metrics, RouterConfig())
+    answer = httpx.post(f"{serve(models).url}/v1/completions", json={"prompt": "a", "model": "default"})
+    assert answer.json()["choices"][0]["text"] == "one"
+
+
 @pytest.mark.parametrize("path", UNKNOWN)
 def test_an_unknown_model_is_told_which_there_are(door: Door, path: str) -> None:
     answer = door.post(path, model="gpt-9", **UNKNOWN[path])

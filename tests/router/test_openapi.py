@@ -34,6 +34,9 @@ ROUTES = {
     ("/version", "get"): {"200"},
     ("/ready", "get"): {"200", "503"},
     ("/metrics", "get"): {"200"},
+    ("/health_generate", "get"): {"200", "503"},
+    ("/flush_cache", "post"): {"200", "401", "403", "503"},
+    ("/abort_request", "post"): {"200", "400", "401", "403"},
     ("/state", "get"): {"200"},
 }
 
@@ -85,6 +88,8 @@ def test_all_references_lead_somewhere(page: dict[str, Any]) -> None:
 def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
     hello = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     check(page, "ChatRequest", {"model": "tiny", "messages": hello, "stop": ["a"], "n": 2, "store": False})
+    check(page, "ChatRequest", {"messages": hello, "thinking": {"type": "enabled"}, "think": "low", "store": True})
+    check(page, "ChatRequest", {"model": "default", "messages": hello, "thinking": True})
     for prompt in ("a", ["a"], [1], [[1], [2]]):
         check(page, "CompletionRequest", {"model": "tiny", "prompt": prompt, "logit_bias": {"7": 1}})
     for given in ("a", ["a"], [1], [[1], [2]]):
@@ -109,10 +114,13 @@ def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "logit_bias": {"x": 1}}),
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "stop_token_ids": [100_000]}),
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "stream_options": {"include_obfuscation": True}}),
-        ("ChatRequest", {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "store": True}),
+        ("ChatRequest", {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}),
+        ("ChatRequest", {"messages": [{"role": "user", "content": "a"}], "store": 1}),
         ("ChatRequest", {"model": "tiny", "messages": [{"role": "user", "content": [{"text": "a"}]}]}),
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "priority": 1}),
-        ("CompletionRequest", {"model": "tiny", "prompt": "a", "structured_outputs": {"structural_tag": "{}"}}),
+        ("CompletionRequest", {"model": "tiny", "prompt": "a", "structured_outputs": {"structural_tag": 3}}),
+        ("CompletionRequest", {"model": "tiny", "prompt": "a", "allowed_token_ids": [100_000]}),
+        ("AbortRequest", {"request_ids": [""]}),
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "length_penalty": 1.5}),
         ("EmbeddingsRequest", {"model": "tiny", "input": [1, "a"]}),
         ("EmbeddingsRequest", {"model": "tiny", "input": [100_000]}),

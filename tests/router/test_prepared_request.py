@@ -1,6 +1,7 @@
 """What becomes of a valid body: sequences, seeds, limits, grammars."""
 
 import json
+import re
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from router.tokenizer import Tokenizer
 from worker.messages import Grammar, SamplingParams
 
 CONTEXT = 64
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
 
 
 def completion(tokenizer: Tokenizer, context: int = CONTEXT, **fields: Any) -> PreparedRequest:
@@ -22,10 +24,11 @@ def completion(tokenizer: Tokenizer, context: int = CONTEXT, **fields: Any) -> P
     return completion_job(request, tokenizer, context, 8, perf_counter())
 
 
-def chat(tokenizer: Tokenizer, **fields: Any) -> PreparedRequest:
+def chat(tokenizer: Tokenizer, clamps: bool = False, **fields: Any) -> PreparedRequest:
     base = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
     request = msgspec.convert(base | fields, ChatRequest)
-    return chat_job(request, tokenizer.output_format("auto", "auto"), tokenizer, CONTEXT, 8, perf_counter())
+    format = tokenizer.output_format("auto", "auto")
+    return chat_job(request, format, tokenizer, CONTEXT, 8, perf_counter(), cut_at_context=clamps)
 
 
 def test_defaults(tokenizer: Tokenizer) -> None:
@@ -157,6 +160,11 @@ def test_seeds_are_for_ever() -> None:
         ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a", "b"]')),
         ({"structured_outputs": {"grammar": "x"}}, Grammar("ebnf", "x")),
         ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+        ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG))),
+        (
+            {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+            Grammar("structural_tag", json.dumps(TAG)),
+        ),
     ],
 )
 def test_grammars(tokenizer: Tokenizer, fields: dict[str, Any], grammar: Grammar | None) -> None:
@@ -188,7 +196,6 @@ def test_grammars(tokenizer: Tokenizer, fields: dict[str, Any], grammar: Grammar
         ({"logit_bias": {"²": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"regex": "a", "choice": ["a"]}, "choice"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "regex"),
         ({"ebnf": "a", "choice": ["a"]}, "ebnf"),
@@ -197,6 +204,15 @@ def test_grammars(tokenizer: Tokenizer, fields: dict[str, Any], grammar: Grammar
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"guided_json": "[]"}, "guided_json"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"structural_tag": {"structures": [1]}}},
+            "structured_outputs.structural_tag.structures[0]",
+        ),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": TAG | {"structures": [{"begin": "a", "end": "b"}]}}, "response_format"),
+        ({"response_format": TAG, "regex": "a"}, "regex"),
     ],
 )
 def test_refused_completions(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
@@ -228,6 +244,17 @@ def test_refused_chats(tokenizer: Tokenizer, fields: dict[str, Any], param: str)
 def test_the_template_gets_its_arguments(tokenizer: Tokenizer) -> None:
     plain, opened = (chat(tokenizer, chat_template_kwargs=given) for given in (None, {"opening": "Hello"}))
     assert opened.sequences[0].prompt.token_ids == plain.sequences[0].prompt.token_ids + tokenizer.encode("Hello")
+
+
+def test_words_of_a_full_context(tokenizer: Tokenizer) -> None:
+    """Agents know them, and shorten the conversation."""
+    for text in ("a " * CONTEXT, "a " * 100_000):  # the second is not even tokenised
+        with pytest.raises(ApiError) as caught:
+            chat(tokenizer, messages=[{"role": "user", "content": text}])
+        known = re.search(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", caught.value.message)
+        assert known is not None and int(known[1]) > int(known[2]) == CONTEXT
+        assert re.search(rf"maximum context length is {CONTEXT} tokens", caught.value.message)
+        assert caught.value.code == "context_length_exceeded"
 
 
 def test_limits_follow_from_the_context(tokenizer: Tokenizer) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from router.config import RouterConfig
 from router.pooling import Pooling
-from router.requests import ScoreRequest
-from router.rerank import score_texts
+from router.requests import RerankRequest, ScoreRequest
+from router.rerank import rerank_texts, score_texts
 from router.scoring import scoring_job
 from worker.messages import Generate, Output, TokenLogprobs
 
@@ -38,6 +38,40 @@ def ranker(make_stack: Callable[..., Stack], make_replica: Callable[..., FakeRep
 
     fake.reply = reply
     return made
+
+
+@pytest.mark.parametrize("fields", [{"truncate_prompt_tokens": -1}, {"truncate": "END"}, {"truncate": True}])
+def test_texts_that_are_cut(ranker: Stack, fields: dict[str, Any]) -> None:
+    (fake,) = ranker.fakes.values()
+    fake.reply = lambda request: Output(
+        request_id=request.request_id, finish_reason="stop", embedding=np.ones(2, dtype="<f4").tobytes()
+    )
+    long = "a b c " * CONTEXT
+    for path, body in (
+        ("/v1/rerank", {"query": "0", "documents": [long, "0"]}),
+        ("/v1/score", {"text_1": "0", "text_2": [long, "0"]}),
+    ):
+        assert post(ranker, path, **body).status_code == 400
+        post(ranker, path, **body, **fields).raise_for_status()
+        sizes = sorted(len(request.prompt_ids) for request in fake.requests()[-3:])
+        assert sizes[-1] == CONTEXT - 1 and sizes[0] < 5
+
+
+@pytest.mark.parametrize(("fields", "side"), [({}, "end"), ({"truncation_side": "left"}, "start")])
+def test_a_rerankers_document_is_cut_and_not_what_is_asked(tokenizer: Any, fields: dict[str, Any], side: str) -> None:
+    long = "".join(f"word {number} " for number in range(CONTEXT))
+    request = RerankRequest(query="which?", documents=[long, "short"], truncate_prompt_tokens=300, **fields)
+    pooling = Pooling(is_reranker=True)
+    job = scoring_job("x-", rerank_texts(request, 4), tokenizer, CONTEXT, pooling, 0.0)
+    first, _, short, _ = (tokenizer.decode(one.prompt.token_ids, False) for one in job.prepared.sequences)
+    begin, end = PROMPT.format(TASK, "which?", "@").split("@")
+    assert first.startswith(begin) and first.removesuffix("yes").endswith(end)
+    kept = first.removeprefix(begin).removesuffix(end + "yes")
+    assert long.startswith(kept) if side == "end" else long.strip().endswith(kept.strip())
+    assert short == PROMPT.format(TASK, "which?", "short") + "yes"
+    added = len(tokenizer.encode("yes", False))
+    sizes = [len(one.prompt.token_ids) for one in job.prepared.sequences]
+    assert sizes[0] == 300 + added
 
 
 def post(stack: Stack, path: str, **body: Any) -> Any:
@@ -124,7 +158,7 @@ RERANK: dict[str, Any] = {"query": "0", "documents": ["0"]}
         ("rerank", RERANK | {"documents": [{"title": "0"}]}, "documents[0].title"),
         ("rerank", RERANK | {"documents": ["0"] * 5}, "documents"),
         ("rerank", RERANK | {"documents": [1]}, "documents[0]"),
-        ("rerank", RERANK | {"documents": ["0", ""]}, "documents"),
+        ("rerank", RERANK | {"documents": ["0", ""]}, "documents[1]"),
         ("rerank", RERANK | {"documents": ["a b " * CONTEXT]}, "documents"),
         ("rerank", RERANK | {"query": ""}, "query"),
         ("rerank", RERANK | {"query": "a b " * CONTEXT}, "query"),

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from router.chat_template import TemplateError
+from router.chat_template import ChatTemplate, TemplateError
+from router.formats.families import HARMONY, named
 from router.tokenizer import PromptTooLong, Tokenizer
+from router.turn_ends import unended_turn
 
 
 def test_special_tokens_are_added_only_if_asked(byte_level_tokenizer_maker: object) -> None:
@@ -93,3 +95,54 @@ def test_what_a_folder_says_of_its_tokenizer(byte_level_tokenizer: tokenizers.To
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_tokens_that_only_the_configuration_has(byte_level_tokenizer_maker: object, tmp_path: Path) -> None:
+    """Fine-tunes have theirs there. As in transformers, they are added, and those with a name are special."""
+    backend = byte_level_tokenizer_maker()  # type: ignore[operator]
+    size = backend.get_vocab_size()
+    backend.add_tokens(["<|turn|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    added = {
+        str(size): {"content": "<|turn|>", "special": True},
+        str(size + 1): {"content": "<|new|>", "special": True, "lstrip": False, "of_later_versions": 1},
+        str(size + 2): {"content": "<word>", "special": False},
+        str(size + 9): {"content": "<|nowhere|>", "special": True},
+    }
+    config = {
+        "added_tokens_decoder": added, "eos_token": "<|turn|>",
+        "additional_special_tokens": ["<tool é>", "of no vocabulary"],
+    }  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<|im_start|>"}}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("<|turn|><|new|><word>") == [size, size + 1, size + 2]
+    assert tokenizer.vocab_size == size + 3
+    assert {size, size + 1} <= tokenizer.special_ids and size + 2 not in tokenizer.special_ids
+    assert tokenizer.decode([*tokenizer.encode("a<tool é>b"), size]) == "ab"
+    assert (tokenizer.info["eos_token"], tokenizer.info["bos_token"]) == ("<|turn|>", "<|im_start|>")
+
+
+TURNS = "{% for m in messages %}{{ m.role }}\n{{ m.content }}{{ end }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("end", "ends", "written"),
+    [
+        ("<|im_end|>", ["<|im_end|>", "<|endoftext|>"], None),
+        ("<|im_end|>", ["<|endoftext|>"], "<|im_end|>"),
+        ("<|im_end|>", [], None),  # nothing is known
+        ("\n### ", ["<|im_end|>"], "### \nuser"),
+        ("</answer><|im_end|>", ["<|im_end|>"], None),
+        (" <|im_end|>", ["<|im_end|>"], None),
+        ("{{ raise_exception('never') }}", ["<|im_end|>"], None),
+    ],
+)
+def test_a_template_that_ends_turns_otherwise(
+    end: str, ends: list[str], written: str | None, byte_level_tokenizer_maker: object
+) -> None:
+    backend = byte_level_tokenizer_maker()  # type: ignore[operator]
+    tokenizer = Tokenizer(backend, ChatTemplate(TURNS.replace("{{ end }}", end), {}))
+    format = tokenizer.output_format("auto", "hunyuan_a13b")
+    assert unended_turn(tokenizer, format, [tokenizer.token_id(each) for each in ends]) == written
+    assert unended_turn(tokenizer, named(HARMONY, None), [0]) is None

@@ -33,6 +33,7 @@ GRAMMARS: list[dict[str, Any]] = [
     {"regex": "(yes|no)!?"},
     {"choice": ["red", "green", "naïve 🦊"]},
     {"ebnf": 'root ::= ("x" | "y"){1,3}'},
+    {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "[ab]{1,9}"}}},
 ]
 JUNK: list[Any] = [
     None,
@@ -161,7 +162,8 @@ skip_special_tokens priority user response_format regex choice ebnf stream strea
 top_logprobs echo best_of suffix audio store metadata tool_choice functions modalities service_tier
 reasoning_effort chat_template_kwargs prompt_cache_key Model __class__ structured_outputs guided_json guided_regex
 guided_choice guided_grammar include_stop_str_in_output length_penalty program choices unconditional
-parallel_tool_calls thinking_token_budget
+parallel_tool_calls thinking_token_budget enable_thinking think continue_final_message add_generation_prompt rid
+use_beam_search prompt_logprobs allowed_token_ids bad_words truncate_prompt_tokens truncation_side truncate
 input instructions previous_response_id background include text reasoning truncation max_output_tokens
 system thinking output_config output_format stop_sequences cache_control query documents top_n return_documents
 text_1 text_2 queries dimensions encoding_format instruction
@@ -196,7 +198,8 @@ PATHS = [
 / // /v1 /v1/ /v1/models/ /v1/models/%00 /v1/models/..%2f.. /v1/models/é /v1/completions/ /V1/completions
 /v1/chat /v1/choices /v1/programs/x
 /v1/embeddings /v1/rerank /rerank /v1/score /tokenize /detokenize
-/tokenizer_info /health /ping /version /ready /metrics /docs /openapi.json
+/tokenizer_info /health_generate /flush_cache /reset_prefix_cache /abort_request /abort_requests
+/health /ping /version /ready /metrics /docs /openapi.json
 /v1/messages /v1/messages/count_tokens /v1/messages/x
 /v1/responses /v1/responses/x /v1/responses/x/input_items /v1/responses/%00/cancel
 /v1/models?x=%ff
@@ -278,6 +281,12 @@ def _optional(random: random.Random, limit: int) -> dict[str, Any]:
         "include_stop_str_in_output": random.choice([True, False, None]),
         "ignore_eos": random.choice([True, False, None]),
         "skip_special_tokens": random.choice([True, False, None]),
+        "allowed_token_ids": random.choice([None, None, [*range(258)], random.sample(range(258), 90)]),
+        "bad_words": random.choice([[], ["e"], ["a b", "the", "é"]]),
+        "prompt_logprobs": random.choice([None, 0]),
+        "truncate_prompt_tokens": random.choice([None, -1]),
+        "return_token_ids": random.choice([True, False]),
+        "request_id": random.choice([None, "mine", "é"]),
         "priority": random.choice([0, 1, -1, 2**31 - 1, -(2**31)]),
         "user": random.choice(["somebody", "", None]),
         "n": random.choice([1, 1, 2, 3]),
@@ -297,7 +306,15 @@ def _chat(random: random.Random, limit: int) -> dict[str, Any]:
     if random.random() < 0.3:
         body |= {"logprobs": True} | random.choice([{}, {"top_logprobs": random.randint(0, 20)}])
     if random.random() < 0.2:
-        body |= {"store": False, "tools": [], "service_tier": "auto", "parallel_tool_calls": True, "metadata": {}}
+        body |= {
+            "store": True,
+            "think": None,
+            "use_beam_search": False,
+            "tools": [],
+            "service_tier": "auto",
+            "parallel_tool_calls": True,
+            "metadata": {},
+        }
         body |= {"prompt_cache_key": "k", "chat_template_kwargs": {"enable_thinking": False, "a": [1, {}]}}
     return body
 

@@ -45,12 +45,19 @@ def _functions(chance: random.Random) -> list[tuple[str, dict[str, Any]]]:
 # ---------------------------------------------------------------- chat completions
 
 
+# Fields that other servers and the clients' packages add.
+OTHERS: dict[str, Any] = {"parsed": {"a": [1]}, "extra_content": {"x": "y"}, "reasoning_details": [{}], "timestamp": 1}
+
+
 def chat_tools(chance: random.Random) -> dict[str, Any]:
     """A chat with tools, and often with calls in its history."""
     functions = _functions(chance)
     name = functions[0][0]
-    call = {"id": "call_1", "type": "function", "function": {"name": name, "arguments": '{"ok": true}'}}
-    answer = {"role": "assistant", "content": chance.choice([None, "", "Hm."]), "tool_calls": [call]}
+    called = {"name": name, "arguments": chance.choice(['{"ok": true}', {"ok": True}, None])} | _some(chance, OTHERS)
+    call = {"id": "call_1", "type": "function", "function": called}
+    parts = [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "x", "role": "assistant"}]
+    said = chance.choice([None, "", "Hm.", [], parts])
+    answer = {"role": "assistant", "content": said, "tool_calls": [call]} | _some(chance, OTHERS)
     result = {
         "role": "tool",
         "tool_call_id": "call_1",
@@ -93,7 +100,8 @@ def responses(chance: random.Random) -> dict[str, Any]:
         {"role": "developer", "content": "Be brief."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
-        {"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"},
+        {"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"}
+        | _some(chance, OTHERS | {"namespace": "group"}),
         {"type": "function_call_output", "call_id": "c", "output": "1"},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": []}]},
         {"role": "user", "content": text},
@@ -109,7 +117,9 @@ def responses(chance: random.Random) -> dict[str, Any]:
         for each, schema in functions
     ]
     if chance.random() < 0.5:
-        body["tools"] = tools
+        hosted = [{"type": "web_search", "external_web_access": False}]
+        group = [{"type": "namespace", "name": "group", "tools": tools[:1]}]
+        body["tools"] = tools + chance.choice([[], hosted, group])
         choice = chance.choice(["none", "auto", "required", {"type": "function", "name": name}])
         body |= _some(chance, {"tool_choice": choice, "parallel_tool_calls": False}, 0.5)
     optional = {
@@ -135,7 +145,7 @@ def count_tokens(chance: random.Random) -> dict[str, Any]:
     functions = _functions(chance)
     name = functions[0][0]
     text = chance.choice([text for text in TEXTS if text.strip()])
-    used = {"type": "tool_use", "id": "toolu_1", "name": name, "input": {"ok": True}}
+    used = {"type": "tool_use", "id": "toolu_1", "name": name, "input": {"ok": True}} | _some(chance, OTHERS)
     result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "1"}
     turns: list[dict[str, Any]] = [{"role": "user", "content": chance.choice([text, [{"type": "text", "text": text}]])}]
     history = [
@@ -148,7 +158,7 @@ def count_tokens(chance: random.Random) -> dict[str, Any]:
         body["tools"] = [
             {"name": each, "input_schema": schema, **_some(chance, {"description": "x", "strict": True})}
             for each, schema in functions
-        ]
+        ] + chance.choice([[], [{"type": "web_search_20250305", "name": "web_search"}]])
         kinds = [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": name}, {"type": "none"}]
         body |= _some(chance, {"tool_choice": {**chance.choice(kinds)}}, 0.5)
     system = chance.choice(["Be brief.", [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]])
@@ -179,6 +189,7 @@ def embeddings(chance: random.Random) -> dict[str, Any]:
     token_ids = [[chance.randrange(258) for _ in range(chance.randint(1, 30))] for _ in range(2)]
     given = chance.choice([texts[0], texts[:3], token_ids[0], token_ids])
     optional = {"encoding_format": chance.choice(["float", "base64"]), "dimensions": chance.randint(1, 64), "user": "x"}
+    optional |= {"truncate_prompt_tokens": 9, "truncation_side": "left", "truncate": "END"}
     return {"model": MODEL, "input": given} | _some(chance, optional)
 
 
@@ -186,6 +197,7 @@ def rerank(chance: random.Random) -> dict[str, Any]:
     """A query and documents."""
     documents = [chance.choice([text, {"text": text}]) for text in chance.sample(TEXTS, chance.randint(1, 5))]
     optional = {"top_n": chance.randint(1, 9), "return_documents": False, "instruction": "Find it.", "user": "x"}
+    optional |= {"truncate_prompt_tokens": -1}
     return {"model": MODEL, "query": chance.choice(TEXTS), "documents": documents} | _some(chance, optional)
 
 
@@ -194,7 +206,9 @@ def score(chance: random.Random) -> dict[str, Any]:
     first, second = chance.choice([("text_1", "text_2"), ("queries", "documents")])
     several = chance.sample(TEXTS, 3)
     queries = chance.choice([several[0], several, several[:1]])
-    return {"model": MODEL, first: queries, second: several} | _some(chance, {"instruction": "Find it."})
+    return {"model": MODEL, first: queries, second: several} | _some(
+        chance, {"instruction": "Find it.", "truncate": True}
+    )
 
 
 ENDPOINTS: dict[str, Callable[[random.Random], dict[str, Any]]] = {

@@ -42,8 +42,8 @@ SETS, WALKS, MOST_TOKENS = 36 if NIGHTLY else 9, 3, 600
 LONGER = """": |", "|"}|"]|}}|]]|true|12|0.5|\n\n|\\"|é|😀|</|</parameter>\n|, ]""".split("|")
 ENDERS = ['"', "]", "}", ",", ")", '"}', '"]', "}}", "]]", "</", "<", "</parameter>\n"]
 END = "<end of text>"
-NAMES: dict[str, Spelling] = dict.fromkeys(("pythonic", "lfm2", "llama4_pythonic"), "python")
-TAGGED = ("qwen3_coder", "seed_oss", "glm45", "kimi_k3", "minimax_m2", "deepseek_v32", "deepseek_v4")
+NAMES: dict[str, Spelling] = dict.fromkeys(("pythonic", "olmo3", "lfm2", "llama4_pythonic"), "python")
+TAGGED = ("qwen3_coder", "seed_oss", "glm45", "hy_v3", "kimi_k3", "minimax_m2", "deepseek_v32", "deepseek_v4")
 NAMES |= dict.fromkeys(TAGGED, "tags")
 FORM = {
     "type": "object",

@@ -170,6 +170,7 @@ def _tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     path = folder / "adapter_model.safetensors"
     found: dict[str, dict[str, torch.Tensor]] = {}
     try:
+        path.open("rb").close()  # of a file that this user may not read, safetensors says that there is none
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  # it is no dictionary
                 match = _KEY.fullmatch(key)

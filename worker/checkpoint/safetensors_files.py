@@ -19,6 +19,7 @@ def stored_tensors(folder: Path) -> list[StoredTensor]:
 
 def _tensors(path: Path) -> list[StoredTensor]:
     try:
+        path.open("rb").close()  # of a file that this user may not read, safetensors says that there is none
         file = safe_open(path, framework="pt")
         slices = {name: file.get_slice(name) for name in list(file.keys())}
     except (SafetensorError, OSError) as error:

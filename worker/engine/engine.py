@@ -346,6 +346,10 @@ class Engine:
         """A way through the tree, to tell it to a new listener in pieces."""
         return self.tree.snapshot_walk()
 
+    def flush_cache(self) -> None:
+        """Forgets every cached prefix that no running request holds."""
+        self.tree.evict(self.tree.num_evictable)
+
     def reset_cache(self) -> None:
         """Forgets every cached prefix. Raises ValueError while a request runs."""
         self.tree.reset()

@@ -38,6 +38,7 @@ from worker.messages import (
     CacheEvents,
     Failure,
     Farewell,
+    Flush,
     FromReplica,
     FromRouter,
     Generate,
@@ -119,6 +120,7 @@ class Server:
         self._has_said_leaving = False
         self._load_due = False
         self._load_sent_s = 0.0
+        self._flushed: list[str] = []  # since the last load
         self._talking = threading.Lock()  # held by the thread that uses the socket: the loop, except during a step
         self._ended = threading.Event()
         self._probed_s = 0.0
@@ -355,6 +357,10 @@ class Server:
         elif isinstance(message, Release):
             self.engine.release(message.owners)
             self._load_due = True
+        elif isinstance(message, Flush):
+            self.engine.flush_cache()
+            self._flushed.append(message.id)
+            self._load_due = True
         elif isinstance(message, Subscribe):
             self._subscribe(router, message)
         elif isinstance(message, AdapterChange):
@@ -462,6 +468,7 @@ class Server:
             load.incarnation = self.incarnation
             load.length_sample = self.engine.scheduler.lengths.take_sample()
             load.refused_routers = self._refused_routers
+            load.flushed, self._flushed = self._flushed, []
             load.peers_seen = {peer.router: self._bookings[router] for router, peer in self._peers.items()}
             for router in listeners:
                 if router in self._bookings:  # else forgotten on the way

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import msgspec
-
 from kernels.attention.interface import AttentionShape, LatentHeads
 from kernels.ops.rotary import Rope
 from worker.folders import cache_folder
+from worker.models.end_tokens import eos_token_ids as eos_token_ids
 from worker.models.experts import ExpertsConfig
 from worker.models.families import ARCHITECTURES
 from worker.models.family_rules import HfConfig, RopeRules
@@ -25,12 +24,6 @@ from worker.models.output_gate import OutputGate
 from worker.models.quantization import quantization
 from worker.models.query_temperature import QueryTemperature
 from worker.models.recurrent_layer import RecurrentConfig
-
-
-class _EndTokens(msgspec.Struct):
-    """The end tokens in generation_config.json."""
-
-    eos_token_id: int | list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 @dataclass(frozen=True)
@@ -298,7 +291,8 @@ def read_config(model: Path) -> HfConfig:
         text = values["text_config"]
         of_all = {"tie_word_embeddings": values.get("tie_word_embeddings", text.get("tie_word_embeddings", True))}
         of_all["quantization_config"] = values.get("quantization_config") or text.get("quantization_config")
-        of_all["eos_token_id"] = values.get("eos_token_id") or text.get("eos_token_id")
+        ends = (part.get("eos_token_id") for part in (values, text))
+        of_all["eos_token_id"] = next((end for end in ends if end is not None), None)
         if of_all["tie_word_embeddings"] and "lm_head.weight" in _tensor_names(model):
             of_all["tie_word_embeddings"] = False  # the files know better than a default of the whole model
         values = text | of_all
@@ -377,21 +371,6 @@ def _kept_config(model: Path) -> Path | None:
         return None
     key = hashlib.sha256(f"{version('transformers')}\n".encode() + content).hexdigest()
     return cache_folder() / "configs" / f"{key[:32]}.json"
-
-
-def eos_token_ids(model: Path, configured: int | list[int] | None) -> tuple[int, ...]:
-    """Returns the tokens that end a text: those in generation_config.json, else the model configuration's. Raises
-    ValueError, with the file's name, if the file cannot be decoded."""
-    path = model / "generation_config.json"
-    if path.exists():
-        try:
-            own = msgspec.json.decode(path.read_bytes(), type=_EndTokens)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not as it should be: {error}") from None
-        configured = configured if own.eos_token_id is msgspec.UNSET else own.eos_token_id
-    if configured is None:
-        return ()
-    return (configured,) if isinstance(configured, int) else tuple(configured)
 
 
 def decoder_config(hf: HfConfig) -> DecoderConfig:

@@ -1,5 +1,6 @@
 """Changes to single logits before a token is chosen: penalties for repetition, biases and bans of tokens."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -56,6 +57,32 @@ class TokenCounts:
         self._index_of[token_id] = size
 
 
+class BadWords:
+    """Sequences of tokens that an output must not have: its last token is banned where all others are there."""
+
+    def __init__(self, words: Iterable[Sequence[int]], output_ids: Sequence[int]) -> None:
+        self._words = [tuple(word) for word in words]
+        self._longest = max(map(len, self._words)) - 1
+        self._last = tuple(output_ids[len(output_ids) - min(self._longest, len(output_ids)) :])
+
+    def after(self, token_id: int) -> "BadWords":
+        """The same words, after a further token of the output."""
+        other = copy.copy(self)
+        other.add(token_id)
+        return other
+
+    def add(self, token_id: int) -> None:
+        """Takes in a token of the output."""
+        self._last = (*self._last, token_id)[-self._longest :] if self._longest else ()
+
+    @property
+    def banned(self) -> np.ndarray:
+        """The tokens, int64[n], that would complete a word now."""
+        last = self._last
+        found = {word[-1] for word in self._words if len(word) == 1 or last[-len(word) + 1 :] == word[:-1]}
+        return np.array(sorted(found), dtype=np.int64)
+
+
 class LogitsAdjustments(NamedTuple):
     """Changes to one row of logits.
 
@@ -65,12 +92,14 @@ class LogitsAdjustments(NamedTuple):
     | `history` | the tokens that penalties apply to, None without penalties |
     | `bias` | token ids (int64) and the values (float32) added to their logits, or None |
     | `suppressed` | token ids (int64) that are banned for now, or None |
+    | `allowed` | token ids (int64) besides which all are banned, or None |
     """
 
     params: SamplingParams
     history: TokenCounts | None
     bias: tuple[np.ndarray, np.ndarray] | None
     suppressed: np.ndarray | None
+    allowed: np.ndarray | None = None
 
 
 def apply_logits_adjustments(
@@ -90,6 +119,13 @@ def apply_logits_adjustments(
     banned = [(row, e.suppressed) for row, e in both if e.suppressed is not None]
     if banned:
         logits[tuple(all_to_device(_rows_and_columns(banned), logits.device))] -= _BAN
+    limited = [(row, e.allowed) for row, e in both if e.allowed is not None]
+    if limited:
+        arrays = [*_rows_and_columns(limited), np.array([row for row, _ in limited], dtype=np.int64)]
+        *at, whole = all_to_device(arrays, logits.device)
+        kept = logits[tuple(at)]
+        logits[whole] -= _BAN
+        logits[tuple(at)] = kept
 
 
 def _penalize(logits: torch.Tensor, rows: list[tuple[int, TokenCounts, SamplingParams]]) -> None:

@@ -9,6 +9,7 @@ the tokens' values. On a CPU the same steps run at once, with `worker.sampling.t
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -153,7 +154,8 @@ class Sampler:
         """
         if self._states[slot] is not None:
             raise ValueError(f"slot {slot} is in use")
-        for token_id in (*sampling.logit_bias, *sampling.stop_token_ids):
+        named = sampling.logit_bias, sampling.stop_token_ids, sampling.allowed_token_ids, *sampling.bad_words
+        for token_id in chain.from_iterable(named):
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
         if grammar is not None:

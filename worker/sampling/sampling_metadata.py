@@ -12,7 +12,7 @@ import torch
 
 from kernels.host_device import all_to_device
 from worker.messages import SamplingParams
-from worker.sampling.logits_processors import LogitsAdjustments, TokenCounts
+from worker.sampling.logits_processors import BadWords, LogitsAdjustments, TokenCounts
 from worker.structured_output import GrammarError, GrammarState, GrammarThreads, accept_tokens
 
 # Below this temperature the likeliest token is taken. Dividing by the temperature would give the same, or overflow.
@@ -36,7 +36,7 @@ class SamplingNeeds(IntFlag):
 class SlotState:
     """Parameters and history of the sequence in a slot."""
 
-    __slots__ = ("bias", "grammar", "history", "params", "suppressed")
+    __slots__ = ("allowed", "bad_words", "bias", "grammar", "history", "params", "suppressed")
 
     def __init__(
         self,
@@ -59,6 +59,10 @@ class SlotState:
         if params.logit_bias:
             ids = np.array(list(params.logit_bias), dtype=np.int64)
             self.bias = ids, np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self.allowed: np.ndarray | None = None
+        if params.allowed_token_ids:
+            self.allowed = np.array(params.allowed_token_ids, dtype=np.int64)
+        self.bad_words = BadWords(params.bad_words, output_ids) if params.bad_words else None
 
     @property
     def needs(self) -> SamplingNeeds:
@@ -68,11 +72,12 @@ class SlotState:
             wants |= SamplingNeeds.RANDOM
             if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
                 wants |= SamplingNeeds.FILTERED
-        if self.history is not None or self.suppressed is not None or self.bias is not None:
+        changes = self.history, self.suppressed, self.bias, self.allowed, self.bad_words
+        if any(change is not None for change in changes):
             wants |= SamplingNeeds.ADJUSTED
         if self.grammar is not None:
             wants |= SamplingNeeds.CONSTRAINED
-        if self.history is not None or self.grammar is not None:
+        if self.follows_tokens:
             wants |= SamplingNeeds.STATEFUL
         if self.suppressed is not None:
             wants |= SamplingNeeds.MIN_TOKENS
@@ -81,9 +86,18 @@ class SlotState:
         return wants
 
     @property
+    def follows_tokens(self) -> bool:
+        """Whether each token of the output changes what may come next."""
+        return self.history is not None or self.grammar is not None or self.bad_words is not None
+
+    @property
     def adjustments(self) -> LogitsAdjustments:
         """Changes to the logits of the next token."""
-        return LogitsAdjustments(self.params, self.history, self.bias, self.suppressed)
+        suppressed = self.suppressed
+        if self.bad_words is not None:
+            banned = self.bad_words.banned
+            suppressed = banned if suppressed is None else np.union1d(suppressed, banned)
+        return LogitsAdjustments(self.params, self.history, self.bias, suppressed, self.allowed)
 
     @property
     def is_complete(self) -> bool:
@@ -93,9 +107,11 @@ class SlotState:
     def after(self, token_id: int, num_output: int) -> "SlotState":
         """The state if `token_id` were output number `num_output`: this object if nothing of it depends on the token.
         The grammar is the same object, unchanged."""
-        if self.history is None and self.suppressed is None:
+        if self.history is None and self.suppressed is None and self.bad_words is None:
             return self
         other = copy.copy(self)
+        if self.bad_words is not None:
+            other.bad_words = self.bad_words.after(token_id)
         if self.history is not None:
             other.history = self.history.copy()
             other.history.add(token_id, 1)
@@ -110,7 +126,7 @@ def append_tokens(
     """Lets each state take in its tokens, up to one that completes its grammar. Returns the tokens taken of each, and
     errors of those whose grammar does not allow one. Such a state is of no further use."""
     taken, errors = dict(token_ids), dict[int, GrammarError]()
-    going = [i for i, state in states.items() if state.history is not None or state.grammar is not None]
+    going = [i for i, state in states.items() if state.follows_tokens]
     number = 0
     while going := [i for i in going if number < len(taken[i])]:
         guided = list[tuple[int, GrammarState]]()
@@ -118,6 +134,8 @@ def append_tokens(
             state = states[i]
             if state.history is not None:
                 state.history.add(taken[i][number], 1)
+            if state.bad_words is not None:
+                state.bad_words.add(taken[i][number])
             if state.grammar is not None:
                 guided.append((i, state.grammar))
         wrong = accept_tokens([grammar for _, grammar in guided], [taken[i][number] for i, _ in guided], threads)

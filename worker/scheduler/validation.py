@@ -45,6 +45,8 @@ def refusal(
         ("prompt", request.output_ids),
         ("stop_token_ids", request.sampling.stop_token_ids),
         ("logit_bias", request.sampling.logit_bias),
+        ("allowed_token_ids", request.sampling.allowed_token_ids),
+        *(("bad_words", word) for word in request.sampling.bad_words),
     ]
     for param, values in ids:
         if min(values, default=0) < 0 or max(values, default=0) >= vocab_size:

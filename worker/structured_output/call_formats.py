@@ -100,6 +100,17 @@ def _dsml(section: str) -> CallFormat:
     )
 
 
+def _json_list(opening: str, closing: str, name: str = "name", arguments: str = "arguments") -> CallFormat:
+    return CallFormat(
+        opening=(opening,),
+        before=(f'{{"{name}": "',),
+        between=(f'", "{arguments}": ',),
+        after=("}",),
+        separator=(", ",),
+        closing=(closing,),
+    )
+
+
 _PYTHONIC = CallFormat(
     opening=("[",), before=(), between=("(",), after=(")",), separator=(", ",), closing=("]",), arguments="python"
 )
@@ -132,7 +143,6 @@ FORMATS: Mapping[str, CallFormat] = {
             between=(">",),
             after=("</parameter>\n",),
             ends=("</parameter>", "<parameter=", "</function>"),
-            trims=True,
         ),
     ),
     "glm45": CallFormat(
@@ -140,6 +150,19 @@ FORMATS: Mapping[str, CallFormat] = {
         between=(_LINE_END,),
         after=("</tool_call>",),
         separator=(_LINE_END,),
+        arguments=Tags(
+            before="<arg_key>",
+            between=("</arg_key>", _LINE_END, "<arg_value>"),
+            after=("</arg_value>", _LINE_END),
+            ends=("</arg_value>", "<arg_key>", "</tool_call>"),
+        ),
+    ),
+    "hy_v3": CallFormat(
+        opening=("<tool_calls>", _LINE_END),
+        before=("<tool_call>",),
+        between=("<tool_sep>", _LINE_END),
+        after=("</tool_call>", _LINE_END),
+        closing=("</tool_calls>",),
         arguments=Tags(
             before="<arg_key>",
             between=("</arg_key>", _LINE_END, "<arg_value>"),
@@ -158,7 +181,6 @@ FORMATS: Mapping[str, CallFormat] = {
             between=('">',),
             after=("</parameter>\n",),
             ends=("</parameter>", "<parameter name=", "</invoke>"),
-            trims=True,
         ),
     ),
     "deepseek_v3": _deepseek(f"function<{_BAR}tool▁sep{_BAR}>", "\n```json\n", "\n```", "\n"),
@@ -191,35 +213,32 @@ FORMATS: Mapping[str, CallFormat] = {
     ),
     "mistral": CallFormat(before=("[TOOL_CALLS]",), between=("[ARGS]",), after=()),
     # Mistral's tokenizers before version 11, which have no token [ARGS].
-    "mistral_list": CallFormat(
-        opening=("[TOOL_CALLS][",),
+    "mistral_list": _json_list("[TOOL_CALLS][", "]"),
+    "granite": _json_list("<|tool_call|>[", "]"),
+    "nemotron_json": _json_list("<TOOLCALL>[", "]</TOOLCALL>"),
+    "phi4_mini_json": _json_list("functools[", "]"),
+    "hunyuan_a13b": _json_list("<tool_calls>[", "]</tool_calls>"),
+    "xlam": replace(_json_list("[", "]"), bare=True),
+    "cohere_command3": _json_list("<|START_ACTION|>[", "]<|END_ACTION|>", "tool_name", "parameters"),
+    "internlm": CallFormat(
+        opening=("<|action_start|><|plugin|>",),
         before=('{"name": "',),
-        between=('", "arguments": ',),
+        between=('", "parameters": ',),
         after=("}",),
-        separator=(", ",),
-        closing=("]",),
+        closing=("<|action_end|>",),
     ),
-    "granite": CallFormat(
-        opening=("<|tool_call|>[",),
-        before=('{"name": "',),
-        between=('", "arguments": ',),
-        after=("}",),
-        separator=(", ",),
-        closing=("]",),
-    ),
-    "nemotron_json": CallFormat(
-        opening=("<TOOLCALL>[",),
-        before=('{"name": "',),
-        between=('", "arguments": ',),
-        after=("}",),
-        separator=(", ",),
-        closing=("]</TOOLCALL>",),
+    "functiongemma": CallFormat(
+        before=("<start_function_call>call:",),
+        between=(),
+        after=("<end_function_call>",),
+        arguments=Quotes("<escape>"),
     ),
     "gemma4": CallFormat(before=("<|tool_call>call:",), between=(), after=("<tool_call|>",), arguments=Quotes('<|"|>')),
     "llama3_json": CallFormat(
         before=('{"name": "',), between=('", "parameters": ',), after=("}",), separator=("; ",), bare=True
     ),
     "pythonic": replace(_PYTHONIC, bare=True),
+    "olmo3": replace(_PYTHONIC, opening=("<function_calls>\n",), separator=("\n",), closing=("\n</function_calls>",)),
     "lfm2": replace(_PYTHONIC, opening=("<|tool_call_start|>[",), closing=("]<|tool_call_end|>",)),
     "llama4_pythonic": replace(_PYTHONIC, opening=("<|python_start|>[",), closing=("]<|python_end|>",)),
 }
@@ -250,7 +269,10 @@ MARKERS = (
     *("<seed:tool_call>", "</seed:tool_call>"),
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<minimax:tool_call>", "</minimax:tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
-    *("<TOOLCALL>", "</TOOLCALL>"),
+    *("<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>", "<tool_sep>", "functools["),
+    *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    *("<|action_start|>", "<|plugin|>", "<|action_end|>", "<function_calls>", "</function_calls>"),
+    *("<start_function_call>", "<end_function_call>", "<escape>"),
     *("<|python_start|>", "<|python_end|>", "<|tool_call|>", "<|tool_call_start|>", _DSML),
     *(f"<{_BAR}tool▁{name}{_BAR}>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),

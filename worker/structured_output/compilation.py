@@ -36,6 +36,7 @@ from worker.structured_output.markers import Speller
 from worker.structured_output.relaxation import Relaxed
 from worker.structured_output.schema import schema_grammar, schema_places
 from worker.structured_output.serialised import serialised
+from worker.structured_output.structural_tag import structural_tag_rules
 from worker.structured_output.text_rules import text_rules
 from worker.structured_output.tokens import GrammarVocabulary
 from worker.structured_output.tool_calls import tool_call_rules
@@ -124,13 +125,15 @@ class Compilation:
                 (rules, narrowed), start = schema_grammar(text), START
             elif kind == "tool_calls":
                 rules, start, lexes = tool_call_rules(text, self._vocabulary)
+            elif kind == "structural_tag":
+                rules, start, lexes = *structural_tag_rules(text, self._vocabulary), False
             elif kind in TEXT_KINDS:
                 rules, start = text_rules(kind, text), START
             else:
                 raise GrammarError(f"there is no kind of grammar called {kind!r}")
             if marker is not None:
                 rules, start = {**rules, "after": _after(marker, begin, start, self._vocabulary)}, "after"
-            if keeps_markers_apart(kind, marker):
+            if kind == "structural_tag" or keeps_markers_apart(kind, marker):
                 found = self._marked(rules, start, kind, lexes=lexes)
             else:
                 found = self._with_rules(rules, schema_places(text) if unique_items(rules) else [])

@@ -18,7 +18,7 @@ class Speller:
         # A marker that is spelled with other tokens is written as these.
         whole = [mark for mark in markers if mark in self._ids or not any(other in mark for other in self._ids)]
         longest_first = sorted(whole, key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, longest_first)))
+        self._split = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def parts(self, text: str) -> list[Terminal | Token]:
         """The text in parts: each marker is one, as a token if it is one."""

@@ -21,6 +21,7 @@ class GrammarVocabulary:
     | attribute | meaning |
     | --- | --- |
     | `added` | ids of added tokens by their texts |
+    | `special` | those of them that are no text, which a grammar allows by their ids only |
     | `end_ids` | tokens that end an output |
     """
 
@@ -38,7 +39,7 @@ class GrammarVocabulary:
         added = {i: each for i, each in tokenizer.get_added_tokens_decoder().items() if i < vocab_size}
         for token_id, each in added.items():
             texts[token_id] = (BY_ID if each.special else b"") + each.content.encode()
-        self._special = [token_id for token_id, each in added.items() if each.special]
+        self.special: Mapping[str, int] = {each.content: i for i, each in added.items() if each.special}
         self._texts = texts
         self.added: Mapping[str, int] = {each.content: token_id for token_id, each in added.items()}
         self.end_ids = frozenset(end_ids)
@@ -55,13 +56,13 @@ class GrammarVocabulary:
     def lazy_bytes(self, apart: Collection[str] = ()) -> list[bytes]:
         """As `token_bytes`, for llguidance: of tokens that stand for no text, it needs no character to tell them by."""
         texts = list(self._texts)
-        for token_id in self.ids_apart(apart) - {*self._special}:
+        for token_id in self.ids_apart(apart) - {*self.special.values()}:
             texts[token_id] = BY_ID + texts[token_id]
         return texts
 
     def ids_apart(self, texts: Collection[str]) -> set[int]:
         """The tokens that stand for no text where these texts do not either."""
-        return {*self._special, *(self.added[text] for text in texts if text in self.added)}
+        return {*self.special.values(), *(self.added[text] for text in texts if text in self.added)}
 
 
 def _speller(tokenizer: dict[str, Any]) -> Any:

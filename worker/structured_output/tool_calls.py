@@ -259,6 +259,8 @@ class _Answer:
         """Text that does not begin as a call does."""
         if self.format.arguments == "python":
             begin = not_beginning("[", [f"{tool.name}(" for tool in self.wanted.tools])
+        elif self.format.opening:
+            begin = not_beginning("[", ['{"name"'])
         else:
             begin = not_beginning("{", ['"name"'])
         return Regex(begin)

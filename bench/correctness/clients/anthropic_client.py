@@ -2,6 +2,7 @@
 apart."""
 
 import json
+import re
 from typing import Any
 
 import anthropic
@@ -154,6 +155,16 @@ def tool_runner(at: ServedModel) -> None:
     )
     answers = list(runner)
     assert answers and all(any(block.type == "tool_use" for block in answer.content) for answer in answers)
+
+
+@checks("a full context, in the words that agents know")
+def full_context(at: ServedModel) -> None:
+    long: Any = [{"role": "user", "content": at.long_text}]
+    create = _client(at).messages.create
+    error: Any = refused(anthropic.BadRequestError, lambda: create(model=at.model, messages=long, max_tokens=8))
+    said = error.body["error"]
+    assert said["type"] == "invalid_request_error"
+    assert re.match(r"prompt is too long[^0-9]*\d+ tokens > \d+", said["message"]), said
 
 
 @checks("errors: each as the package's own class")

@@ -1,6 +1,8 @@
 """Features of a client package, each a function that uses one feature on a server and raises if anything is wrong."""
 
+import json
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,18 @@ class ServedModel:
     @property
     def v1(self) -> str:
         return f"{self.url}/v1"
+
+    @property
+    def long_text(self) -> str:
+        """A text that no context has room for."""
+        return long_text(self.url)
+
+
+def long_text(url: str) -> str:
+    """A text that the context of no model of a server has room for."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+        longest = max(model.get("max_model_len") or 0 for model in json.load(answer)["data"])
+    return "so it goes on and on, " * (longest // 4)  # some seven tokens
 
 
 Refusal = TypeVar("Refusal", bound=Exception)

@@ -22,6 +22,9 @@ EXAMPLES = """\
 examples:
   shoal bench clients --client openai,anthropic                    with what is installed here
   shoal bench clients --environments ~/clients --folder MODEL      all clients, each in an environment of its own
+  shoal bench clients --environments ~/clients --client codex      an agent, which npm installs: its prompts are long.
+                        Without a GPU, serve a model that costs nothing to compute, of
+                        python -m bench.correctness.clients.made_model SMOLLM2_FOLDER NEW_FOLDER
 """
 
 
@@ -46,25 +49,32 @@ class Tried:
 def environment(folder: Path, client: str) -> Path:
     """The Python of a client's environment below `folder`, which is made if it is not there or needs other packages.
     Raises ClientError with what pip said."""
-    requirements = CLIENTS[client].requirements
-    wanted = "\n".join(requirements)
+    shipped = CLIENTS[client]
+    wanted = "\n".join([*shipped.requirements, *shipped.packages])
     place = folder / client
     python, stamp = place / "bin" / "python", place / ".requirements"
     if stamp.exists() and stamp.read_text() == wanted:
         return python
     venv.create(place, with_pip=True, clear=True)
-    if wanted:
-        done = subprocess.run(
-            [str(python), "-m", "pip", "install", "--quiet", *requirements],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise ClientError(f"pip cannot install {client}: {done.stdout.strip()[-2000:]}")
+    if shipped.requirements:
+        _install(client, [str(python), "-m", "pip", "install", "--quiet", *shipped.requirements])
+    if shipped.packages:
+        (place / "package.json").write_text("{}")  # npm would otherwise look for one above
+        _install(client, ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(place), *shipped.packages])
+        for script in shipped.setup:
+            _install(client, ["node", str(place / "node_modules" / script)])
     stamp.write_text(wanted)
     return python
+
+
+def _install(client: str, command: list[str]) -> None:
+    """Runs a command that installs a part of a client. Raises ClientError with what it said if it fails."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    except FileNotFoundError:
+        raise ClientError(f"{client} needs {command[0]}, which is not installed here") from None
+    if done.returncode != 0:
+        raise ClientError(f"cannot install {client}: {done.stdout.strip()[-2000:]}")
 
 
 def attempt(client: str, python: Path, url: str, model: str, folder: Path | None) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bench.correctness.clients.catalog import CLIENTS, ShippedClient
 from bench.correctness.clients.checks import Checks, ServedModel
+from bench.correctness.clients.javascript import modules
 
 PACKAGE = "bench.correctness.clients"
 
@@ -33,6 +34,10 @@ def installed(client: ShippedClient) -> dict[str, str]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    for package in (spec.rpartition("@")[0] for spec in client.packages):
+        described = modules() / package / "package.json"
+        if described.exists():
+            versions[package] = json.loads(described.read_text())["version"]
     if client.program:
         said = subprocess.run(client.program, capture_output=True, text=True, check=True).stdout
         versions[Path(client.program[0]).name] = re.sub(r"^\D*", "", said).split()[0]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -207,6 +208,47 @@ def tools_loop(at: ServedModel) -> None:
             model=at.model, messages=[*messages, sent, result], tools=CHAT_TOOLS, tool_choice="none", **GREEDY
         )
         assert made.choices[0].message.content
+
+
+@checks("chat tools: loops with the messages of parse and of the stream helper")
+def parsed_loops(at: ServedModel) -> None:
+    client = _client(at)
+    tools: Any = [openai.pydantic_function_tool(Forecast)]
+    made = client.chat.completions.parse(model=at.model, messages=ASKED, tools=tools, **ONE_CALL)
+    with client.chat.completions.stream(model=at.model, messages=ASKED, tools=tools, **ONE_CALL) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_completion()
+    for answer in (made, streamed):
+        message: Any = answer.choices[0].message
+        (call,) = message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Forecast)
+        for sent in (message, message.model_dump(warnings=False)):
+            messages: Any = [*ASKED, sent, {"role": "tool", "tool_call_id": call.id, "content": "blue"}]
+            again = client.chat.completions.create(
+                model=at.model, messages=messages, tools=tools, tool_choice="none", **GREEDY
+            )
+            assert again.choices[0].message.content
+    form: Any = {"model": at.model, "response_format": Forecast, "temperature": 0, "max_tokens": 80}
+    first = client.chat.completions.parse(messages=ASKED, **form).choices[0].message
+    turns: Any = [*ASKED, first, {"role": "user", "content": "And then?"}]
+    assert client.chat.completions.parse(messages=turns, **form).choices[0].message.parsed
+
+
+@checks("a full context has a code, and words that clients know")
+def full_context(at: ServedModel) -> None:
+    client = _client(at)
+    long = at.long_text
+    create: Any = client.chat.completions.create
+    for ask in (
+        lambda: create(model=at.model, messages=[{"role": "user", "content": long}]),
+        lambda: client.responses.create(model=at.model, input=long),
+        lambda: client.completions.create(model=at.model, prompt=long),
+    ):
+        error = refused(openai.BadRequestError, ask)
+        assert error.code == "context_length_exceeded"
+        assert re.search(r"prompt is too long[^0-9]*\d+\s*tokens?\s*>\s*\d+", str(error)), error
+        assert re.search(r"maximum context length is \d+ tokens", str(error)), error
 
 
 # ---------------------------------------------------------------- completions, embeddings

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
+from shoal.lang import loop
 from shoal.lang.backend import Backend, Call, Generated, OutputPiece, RoleFormat
 from shoal.lang.backends.connections import Connections
 from shoal.lang.backends.fork_batches import ForkBatches
@@ -61,6 +62,7 @@ class ShoalServer(Backend):
         self._transport = transport
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+        self.model_path: str | None = None  # where the model's files are, if they are on this machine
         self._model: str | None = None
         self._roles: RoleFormat | None = None
         self._endings: set[asyncio.Task[Any]] = set()
@@ -91,16 +93,20 @@ class ShoalServer(Backend):
 
     async def stream(self, call: Call) -> AsyncGenerator[OutputPiece, None]:
         body = await self._completion(call.params)
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         meta: dict[str, Any] = {}
+        told = 0  # log probabilities: those of tokens whose text may still change come later
         where = partial(_where, call, lease_s=self.lease_s)
         async with aclosing(self._continued_events(body, where)) as events:
             async for event in events:
                 for choice in event["choices"]:
                     piece = _meta(event, choice)
+                    if "logprobs" in body:
+                        told += len(piece.get("output_token_logprobs", ()))
+                        piece["completion_tokens"] = told
                     meta |= piece
                     yield OutputPiece(choice["text"], piece, held=choice["finish_reason"] is not None)
-                if event.get("usage"):
+                if not event["choices"]:
                     meta |= _usage(event)
                     yield OutputPiece("", _usage(event), held=True)
         self.token_usage.add(meta)
@@ -172,6 +178,17 @@ class ShoalServer(Backend):
     async def server_info(self) -> dict[str, Any]:
         models = await self._get("/v1/models")
         return {"version": (await self._get("/version"))["version"], **models["data"][0]}
+
+    async def flush_cache(self) -> bool:
+        await self._post("/flush_cache", {})
+        return True
+
+    def get_model_name(self) -> str:
+        return self.model_path or loop.wait(self._name(), loop.background_loop())
+
+    def shutdown(self) -> None:
+        """Closes the connections of programs that have no event loop of their own."""
+        loop.wait(self.close(), loop.background_loop())
 
     def speculating(self, num_tokens: int) -> Backend:
         """The backend itself: only new text travels, and the server has the KV of the rest."""

@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 
+from router.config import RouterConfig
 from router.conversation import Tool
-from router.deltas import CallArguments, CallBegin, CallEnd, joined
-from router.formats.families import HARMONY, THINKING, TOOLS, detect, named
+from router.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta, joined
+from router.formats.families import (
+    HARMONY,
+    PARSERS,
+    THINKING,
+    THINKING_ALIASES,
+    TOOL_ALIASES,
+    TOOLS,
+    choose,
+    detect,
+    named,
+)
 from router.formats.lexer import Lexer
 from router.formats.typed_values import as_object, typed, value_types
 
@@ -42,6 +53,14 @@ TEMPLATES = {
     "Gemma-4": ("{{- '<|channel>thought' -}}{%- if tools -%}{{- '<|tool_call>call:' + name + '{' -}}}<tool_call|>", "gemma4", "<|channel>"),
     "Kimi-K2": ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", None),
     "MiniMax-M2": ("{%- set begin = '<minimax:tool_call>' %}<invoke name= <think>", "minimax_m2", "<think>"),
+    "Phi-4-mini": ("{% for m in messages %}{{ m.content }}{{ '<|tool|>' + m['tools'] + '<|/tool|>' }}", "phi4_mini_json", None),
+    "Hunyuan-A13B": ("<tool_calls>[{...}]</tool_calls> <think>\n\n</think>\n<answer>\n\n</answer>", "hunyuan_a13b", "<think>"),
+    "Hunyuan 3": ("<tool_calls><tool_call>name<tool_sep><arg_key><think></think>", "hy_v3", "<think>"),
+    "Olmo-3": ("{% if functions %}<function_calls></function_calls>{% endif %}<think>", "olmo3", "<think>"),
+    "Command-A": ("<|START_THINKING|> <|START_ACTION|>[{...}]<|END_ACTION|> <|START_RESPONSE|>", "cohere_command3", "<|START_THINKING|>"),
+    "InternLM": ("<|action_start|><|plugin|>", "internlm", None),
+    "FunctionGemma": ("<start_function_call>call:", "functiongemma", None),
+    "ERNIE-4.5": ("<tool_call>\n{...}\n</tool_call> <think></think><response></response>", "hermes", "<think>"),
     "no tools": ("{% for message in messages %}<|im_start|>{{ message.content }}", "hermes", None),
     "no template": (None, "hermes", None),
 }  # fmt: skip
@@ -89,6 +108,36 @@ def test_names() -> None:
     assert all(named(tools, thinking).markers for tools in TOOLS for thinking in THINKING if tools != "pythonic")
     with pytest.raises(KeyError):
         named("unheard_of", None)
+
+
+def test_other_names() -> None:
+    """Each stands for a format that there is, and none hides one."""
+    for aliases, known in ((TOOL_ALIASES, TOOLS), (THINKING_ALIASES, THINKING)):
+        assert set(aliases.values()) <= {*known, HARMONY}
+        assert not aliases.keys() & {*known, *PARSERS}
+    for other, name in (("glm47", "glm45"), ("qwen25", "hermes"), ("deepseekv31", "deepseek_v31")):
+        assert choose(other, "auto", None) == choose(name, "auto", None)
+        assert RouterConfig(tool_call_parser=other).tool_call_parser == other
+    for other in ("deepseek-r1", "glm45", "kimi_k2", "minimax_m2", "deepseek_v3", "qwen3-thinking"):
+        assert choose("auto", other, None).thinking == THINKING["qwen3"]
+    assert choose("auto", "openai_gptoss", None) == choose("gpt-oss", "auto", None) == named(HARMONY, None)
+    assert named("glm47", "deepseek-r1") == named("glm45", "qwen3")
+    with pytest.raises(ValueError, match="none of that name"):
+        RouterConfig(reasoning_parser="glm47_")
+
+
+@pytest.mark.parametrize("name", ["hunyuan_a13b", "ernie45"])
+def test_markers_around_the_text(name: str) -> None:
+    before, after = THINKING[name].around
+    for text, said in (
+        (f"<think>\nHm.\n</think>\n{before}\nYes.\n\nNo.\n{after}", [ThinkingDelta("Hm."), TextDelta("Yes.\n\nNo.")]),
+        (f"{before}Yes.{after}", [TextDelta("Yes.")]),
+        ("Yes.", [TextDelta("Yes.")]),
+    ):
+        for size in (1, 3, 99):
+            lexer = Lexer(named(None, name))
+            pieces = [text[at : at + size] for at in range(0, len(text), size)]
+            assert joined([delta for piece in pieces for delta in lexer.push(piece)] + lexer.flush()) == said
 
 
 def test_a_prompt_that_opens_thinking() -> None:
@@ -160,7 +209,12 @@ def test_types_of_a_parameter(schema: Any, types: set[str]) -> None:
         ("-1E+2", {"integer"}, '"-1E+2"'),
         ("1.5e1", {"integer"}, '"1.5e1"'),
         ("-7", {"integer"}, "-7"),
-        ("012", {"integer"}, '"012"'),
+        ("012", {"integer"}, "12"),
+        ("-007", {"number"}, "-7"),
+        ("+5", {"integer"}, "5"),
+        ("0", {"integer"}, "0"),
+        ("00.50", {"number"}, "0.50"),
+        ("012", {"string", "integer"}, '"012"'),
         ("1e5", {"number"}, "1e5"),
         ("1e5", {"integer", "number"}, "1e5"),
         ("-1.5E-2", {"number"}, "-1.5E-2"),
@@ -174,7 +228,10 @@ def test_types_of_a_parameter(schema: Any, types: set[str]) -> None:
         ("12", {"string", "integer"}, "12"),
         ("x", {"string", "object"}, '"x"'),
         ("{'a': (1, None)}", {"object"}, '{"a": [1, null]}'),
-        ("{1, 2}", {"array"}, '"{1, 2}"'),
+        ("{2, 1}", {"array"}, "[2, 1]"),
+        ("{'a': {true, null}, 'b': 'x\ny\x00\rz\\n'}", {"object"}, '{"a": [true, null], "b": "x\\ny\\u0000\\rz\\n"}'),
+        ('["""a\n"b" """, "it\'s"]', {"array"}, '["a\\n\\"b\\" ", "it\'s"]'),
+        ('{"a": "b\nc\\d"}', {"object"}, '{"a": "b\\nc\\\\d"}'),
         ("[" * 100_000, {"array"}, json.dumps("[" * 100_000)),
         ("[NaN]", {"array"}, '"[NaN]"'),
     ],

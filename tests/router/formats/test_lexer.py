@@ -232,6 +232,30 @@ def test_a_number_alone_is_the_only_tool() -> None:
     assert lexer.push(text)[0] == CallBegin(0, "f", "0")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "begins"),
+    [
+        ("hermes", "A <tool_ca", (False, False)),
+        ("hermes", "A <tool_call>", (True, False)),
+        ("hermes", '<tool_call>\n{"name": "we', (True, False)),
+        ("hermes", '<tool_call>\n{"name": "weather"', (False, False)),  # it has begun
+        ("hermes", "<tool_call> is", (False, False)),
+        ("llama3_json", '{"name": "we', (False, False)),  # may be text
+        ("kimi_k3", "<|open|>response<|sep|>Hi.<|close|>resp", (True, True)),
+        ("kimi_k3", "<|open|>response<|sep|>Hi.<|close|>resp and", (False, False)),
+        ("deepseek_v4", "Hi.<\uff5cDSML\uff5ctool_c", (True, True)),
+        (HARMONY, "<|channel|>fin", (True, False)),
+        (HARMONY, "<|channel|>final<|message|>Hi", (False, False)),
+    ],
+)
+def test_what_is_held_back_may_be_markup(name: str, text: str, begins: tuple[bool, bool]) -> None:
+    for size in (1, 3, len(text)):
+        lexer = Lexer(named(name, None), GIVEN)
+        for at in range(0, len(text), size):
+            lexer.push(text[at : at + size])
+        assert (lexer.begins_call(True), lexer.begins_call(False)) == begins
+
+
 def test_text_is_never_late() -> None:
     lexer = Lexer(HERMES, GIVEN)
     pieces = ["Hel", "lo <", "b> a <too", "l> {", "x}\n", "\n"]

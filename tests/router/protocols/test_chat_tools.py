@@ -100,6 +100,35 @@ def test_a_call_in_a_stream(says: Callable[..., Any], per_step: int) -> None:
     assert reasons[-1] == "tool_calls" and set(reasons[:-1]) == {None}
 
 
+@pytest.mark.parametrize("per_step", [1, 100])
+@pytest.mark.parametrize(
+    ("text", "fields", "content", "reason"),
+    [
+        ("<think>\nQuestion: so\n</think>\n\n" + CALL, {"tool_choice": "required"}, "", "tool_calls"),
+        ("<think>\nQuestion: so\n</think>\n\nFour. Question: 3", {}, "Four. ", "stop"),
+        ("<think>\nQuestion: so\n</think>\n\nFour.", {}, "Four.", "stop"),
+        (CALL[:45], {}, "", "length"),
+        ("<tool_call>\n{", {"tool_choice": "required"}, "", "length"),
+    ],
+)
+def test_stop_strings_leave_thinking_and_calls_alone(
+    says: Callable[..., Any], text: str, fields: dict[str, Any], content: str, reason: str, per_step: int
+) -> None:
+    """Streams are as whole answers."""
+    stack = says(text, per_step=per_step)
+    fields = {"stop": ["Question:", "}", "\n", "<tool"], **fields}
+    (choice,) = chat(stack, **fields).choices
+    assert (choice.message.content or "", choice.finish_reason) == (content, reason)
+    chunks = [chunk.choices[0] for chunk in chat(stack, stream=True, **fields)]
+    assert ("".join(chunk.delta.content or "" for chunk in chunks), chunks[-1].finish_reason) == (content, reason)
+    if "<think>" in text:
+        thought = "".join(getattr(chunk.delta, "reasoning_content", None) or "" for chunk in chunks)
+        assert choice.message.reasoning_content == thought == "Question: so"
+    called = "".join(call.function.arguments for chunk in chunks for call in chunk.delta.tool_calls or ())
+    assert called == "".join(call.function.arguments for call in choice.message.tool_calls or ())
+    assert reason != "tool_calls" or json.loads(called) == {"city": "Oslo"}
+
+
 def test_parallel_calls_and_one_call(says: Callable[..., Any]) -> None:
     two = f"{CALL}\n{CALL.replace('Oslo', 'Rome')}"
     stack = says(two)
@@ -276,9 +305,8 @@ def test_whose_schema_is_at_fault_is_named(says: Callable[..., Any]) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "reasoning": "c"}]}, "messages[0].reasoning"),

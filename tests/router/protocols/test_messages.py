@@ -184,6 +184,31 @@ def test_stop_sequences(says: Callable[..., Any], ask: Callable[..., Any], clien
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " fox")
 
 
+@pytest.mark.parametrize("per_step", [1, 100])
+def test_stop_sequences_leave_thinking_and_calls_alone(
+    says: Callable[..., Any], ask: Callable[..., Any], client: Callable[..., Anthropic], per_step: int
+) -> None:
+    fields: dict[str, Any] = {"stop_sequences": ["cold", "Oslo", "\n", "}"], "tools": [TOOL]}
+    for text, kinds, reason in (
+        (THOUGHT, ["thinking", "text"], ("end_turn", None)),
+        (THOUGHT + " So cold.", ["thinking", "text"], ("stop_sequence", "cold")),
+        (THOUGHT.replace("Cold.", CALL), ["thinking", "tool_use"], ("tool_use", None)),
+        (CALL[:45], ["tool_use"], ("max_tokens", None)),  # the model has ended a call in the middle
+    ):
+        stack = says(text, per_step=per_step)
+        whole = ask(stack, **fields)
+        with client(stack).messages.stream(model="tiny", max_tokens=99, messages=HELLO, **fields) as stream:
+            streamed = stream.get_final_message()
+        for message in (whole, streamed):
+            assert [block.type for block in message.content] == kinds
+            assert (message.stop_reason, message.stop_sequence) == reason
+        assert [block.model_dump(exclude={"id"}) for block in whole.content if block.type != "tool_use"] == [
+            block.model_dump(exclude={"id"}) for block in streamed.content if block.type != "tool_use"
+        ]
+        if reason[0] == "tool_use":
+            assert whole.content[1].input == streamed.content[1].input == {"city": "Oslo"}
+
+
 def test_limits(says: Callable[..., Any], ask: Callable[..., Any]) -> None:
     """An answer longer than the context is cut there, as newer models do. Without an answer, the prompt is computed."""
     stack = says("a b c d e f g h " * 100)

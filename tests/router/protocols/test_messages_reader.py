@@ -128,7 +128,7 @@ def test_an_answer_may_be_begun() -> None:
 
 def test_tools_and_choices() -> None:
     full = TOOL | {"type": "custom", "description": "Weather.", "strict": True, "eager_input_streaming": True} | MARK
-    full |= {"input_examples": [{"city": "Oslo"}], "allowed_callers": ["direct"], "defer_loading": False}
+    full |= {"input_examples": [{"city": "Oslo"}], "allowed_callers": ["direct"], "defer_loading": True}
     (tool,) = read(tools=[full]).tools
     assert (tool.name, tool.parameters, tool.strict) == ("weather", TOOL["input_schema"], True)
     assert tool.description == 'Weather.\nExample of the input: {"city": "Oslo"}'
@@ -216,7 +216,6 @@ def test_content_that_is_refused(content: list[Any], param: str) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]}, "tools[0].type"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
-        ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),

@@ -101,6 +101,33 @@ def test_a_text(says: Callable[..., Any], thinker: Tokenizer) -> None:
     assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow is it in Oslo?<|im_end|>")
 
 
+@pytest.mark.parametrize(
+    ("text", "kinds", "status"),
+    [
+        ("<think>\nLook.\n</think>\n\nLet me see. Look.", ["reasoning", "message"], "completed"),
+        ("<think>\nLook.\n</think>\n\n" + CALL, ["reasoning", "function_call"], "completed"),
+        (CALL[:45], ["function_call"], "incomplete"),
+    ],
+)
+def test_stop_strings_leave_thinking_and_calls_alone(
+    says: Callable[..., Any], text: str, kinds: list[str], status: str
+) -> None:
+    stack = says(text)
+    fields: dict[str, Any] = {"tools": [WEATHER], "extra_body": {"stop": ["Look", "Oslo", "}", "\n"]}}
+    whole = ask(stack, **fields)
+    with stack.client.responses.stream(model="tiny", input="How?", **fields) as stream:
+        events = list(stream)
+    for response in (whole, events[-1].response):
+        assert ([item.type for item in response.output], response.status) == (kinds, status)
+        if kinds[0] == "reasoning":
+            assert response.output[0].content[0].text == "Look."
+        if kinds[-1] == "message":
+            assert response.output[-1].content[0].text == "Let me see. "
+        elif status == "completed":
+            assert json.loads(response.output[-1].arguments) == {"city": "Oslo"}
+        assert response.output[-1].status == status
+
+
 @pytest.mark.parametrize("per_step", [1, 3, 100])
 def test_a_stream_is_the_whole_in_pieces(says: Callable[..., Any], per_step: int) -> None:
     text = "<think>\nLook.\n</think>\n\nLet me see. " + CALL + "\n" + CALL.replace("Oslo", "Rome")
@@ -397,17 +424,103 @@ def test_a_stream_breaks_off(says: Callable[..., Any]) -> None:
     assert stack.client.responses.retrieve(events[-1].response.id).status == "failed"
 
 
+# ---------------------------------------------------------------- namespaces
+
+PLAIN = {"type": "function", "name": "weather"}
+AGENTS = {"type": "namespace", "name": "agents", "description": "Helpers.", "tools": [PLAIN]}
+MCP = {"type": "namespace", "name": "mcp__maps__", "tools": [PLAIN | {"defer_loading": True}]}
+SEARCH = {"type": "web_search", "external_web_access": False}
+HELPED = CALL.replace("weather", "agents__weather")
+
+
+@pytest.mark.parametrize("per_step", [1, 100])
+def test_functions_of_namespaces(says: Callable[..., Any], thinker: Tokenizer, per_step: int) -> None:
+    names = ("agents__weather", "mcp__maps__weather")
+    text = "".join(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in names)
+    stack = says(text, replica={"per_step": per_step})
+    tools: list[Any] = [AGENTS, MCP]
+    whole = ask(stack, tools=tools)
+    expected = [("agents", "weather"), ("mcp__maps__", "weather")]
+    assert [(call.namespace, call.name) for call in whole.output] == expected
+    assert [tool.type for tool in whole.tools] == ["namespace", "namespace"]
+    with stack.client.responses.stream(model="tiny", input="How?", tools=tools) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [without_ids(item) for item in final.output] == [without_ids(item) for item in whole.output]
+    added = [event.item for event in events if event.type == "response.output_item.added"]
+    assert [(call.namespace, call.name) for call in added] == expected
+    done = [event.name for event in events if event.type == "response.function_call_arguments.done"]
+    assert done == ["weather"] * 2
+    prompt = prompts(stack, thinker)[0]
+    assert prompt.count("agents__weather") == prompt.count("mcp__maps__weather") == prompt.count("Helpers.") == 1
+
+
+def test_calls_of_namespaces_come_back(says: Callable[..., Any], thinker: Tokenizer) -> None:
+    stack = says(HELPED, "Cold.")
+    first = ask(stack, tools=[AGENTS])
+    (call,) = first.output
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "-3"}
+    ask(stack, input=[output], previous_response_id=first.id, tools=[AGENTS])
+    asked = {"role": "user", "content": "How is it in Oslo?"}
+    ask(stack, input=[asked, call.to_dict(), output | {"name": "weather", "namespace": "agents"}], tools=[AGENTS])
+    _, stored, sent = prompts(stack, thinker)
+    assert stored == sent and '<tool_call>\nagents__weather {"city": "Oslo"}' in sent
+
+
+@pytest.mark.parametrize(
+    "named", [{"name": "weather", "namespace": "agents"}, {"name": "agents__weather"}, {"name": "weather"}]
+)
+def test_a_function_of_a_namespace_may_be_asked_for(says: Callable[..., Any], named: dict[str, Any]) -> None:
+    stack = says(HELPED)
+    choice = {"type": "function"} | named
+    response = ask(stack, tools=[AGENTS], tool_choice=choice)
+    assert response.output[0].namespace == "agents" and response.tool_choice.to_dict() == choice
+    ask(stack, tools=[AGENTS], tool_choice={"type": "allowed_tools", "mode": "required", "tools": [choice]})
+    both = {
+        "model": "tiny",
+        "input": "x",
+        "tools": [AGENTS, MCP],
+        "tool_choice": {"type": "function", "name": "weather"},
+    }
+    assert httpx.post(f"{stack.url}/v1/responses", json=both).json()["error"]["param"] == "tool_choice"
+
+
+def test_hosted_tools_are_named_and_left_out(says: Callable[..., Any], thinker: Tokenizer) -> None:
+    stack = says("Cold.")
+    searched = {
+        "type": "web_search_call",
+        "id": "ws_1",
+        "status": "completed",
+        "action": {"type": "search", "query": "q"},
+    }
+    body = {"model": "tiny", "input": [searched, {"role": "user", "content": "x"}], "tools": [WEATHER, SEARCH]}
+    answer = httpx.post(f"{stack.url}/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Shoal-Ignored"] == "input[type=web_search_call], tools[type=web_search]"
+    assert [tool["type"] for tool in answer.json()["tools"]] == ["function"]
+    (prompt,) = prompts(stack, thinker)
+    assert "web_search" not in prompt
+    listed = stack.client.responses.input_items.list(answer.json()["id"])
+    assert [item.type for item in listed] == ["message"]
+
+
+def test_conversations_are_not_kept_and_the_error_says_what_to_use(says: Callable[..., Any]) -> None:
+    with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+        says("x").client.conversations.create()
+
+
 # ---------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [WEATHER, WEATHER]}]}, "tools[0].tools[1].name"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
-        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"conversation": "conv_1"}, "conversation"),
@@ -416,7 +529,7 @@ def test_a_stream_breaks_off(says: Callable[..., Any]) -> None:
         ({"response_format": {"type": "text"}}, "response_format"),
         ({"include": ["x"]}, "include[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
         ({"background": True, "store": False}, "background"),
@@ -428,7 +541,7 @@ def test_a_stream_breaks_off(says: Callable[..., Any]) -> None:
         ({"input": [{"content": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": "x", "y": 1}]}, "input[0].y"),
+        ({"input": [{"role": "user", "content": 3, "y": 1}]}, "input[0].content"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"model": "other"}, "model"),

@@ -96,7 +96,16 @@ CODEX = {
         {"type": "function_call", "name": "shell", "arguments": '{"command":["ls"]}', "call_id": "call_1"},
         {"type": "function_call_output", "call_id": "call_1", "output": "a.py"},
     ],
-    "tools": [{"type": "function", "name": "shell", "description": "", "strict": False, "parameters": {}}],
+    "tools": [
+        {"type": "function", "name": "shell", "description": "", "strict": False, "parameters": {}},
+        {
+            "type": "namespace",
+            "name": "multi_agent_v1",
+            "description": "Sub-agents.",
+            "tools": [{"type": "function", "name": "wait", "description": "", "strict": False, "parameters": {}}],
+        },
+        {"type": "web_search", "external_web_access": True},
+    ],
     "tool_choice": "auto",
     "parallel_tool_calls": True,
     "reasoning": {"effort": "medium", "summary": "auto"},
@@ -138,7 +147,6 @@ def test_what_clients_send(body: dict[str, Any]) -> None:
     ("items", "param"),
     [
         ([CALL | {"arguments": 3}], "input[0].arguments"),
-        ([CALL | {"async": True}], "input[0].async"),
         ([{"role": "user"}], "input[0].content"),
         ([{"role": "tool", "content": "x"}], "input[0].role"),
         ([{"type": 3}], "input[0].type"),

@@ -5,8 +5,9 @@ import base64
 import pytest
 from PIL import Image
 
+from router.formats.families import THINKING, THINKING_ALIASES
 from shoal.lang.media import image_part, video_part
-from shoal.lang.reasoning import split_reasoning
+from shoal.lang.reasoning import marks_of, split_reasoning
 
 
 def test_pictures(tmp_path):
@@ -43,3 +44,35 @@ def test_reasoning(text, expected):
     assert split_reasoning(text, "qwen3") == expected
     with pytest.raises(ValueError, match="there are no marks"):
         split_reasoning(text, "other")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text"),
+    [
+        ("deepseek-v4", "<think>Hm.</think>Yes."),
+        ("kimi_k2", "Hm.</think>\n\nYes."),
+        ("glm47", "Hm.</think>Yes."),
+        ("minimax-append-think", "<think>Hm.\n</think>\nYes."),
+        ("nemotron_3", "Hm.</think>Yes."),
+        ("step3", "Hm.</think>Yes."),
+        ("Qwen3-Thinking", "Hm.</think>Yes."),
+        ("mistral", "[THINK]Hm.[/THINK]Yes."),
+        ("kimi", "◁think▷Hm.◁/think▷Yes."),
+        ("gemma4", "<|channel>thought\nHm.\n<channel|>Yes."),
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+        ),
+        ("hunyuan_a13b", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>"),
+        ("cohere_command4", "<|START_THINKING|>Hm.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>"),
+    ],
+)
+def test_the_names_of_other_servers(model_type: str, text: str) -> None:
+    assert split_reasoning(text, model_type) == ("Hm.", "Yes.")
+
+
+def test_every_reasoning_parser_of_the_server_has_a_name_here() -> None:
+    for name in (*THINKING, *THINKING_ALIASES):
+        server = THINKING.get(THINKING_ALIASES.get(name, name))
+        if server is not None:
+            assert marks_of(name)[:2] == (server.begin + server.label, server.end)

@@ -28,6 +28,7 @@ class FakeServer:
         self.prompts: list[str] = []  # as the server puts them together
         self.branches: dict[str, str] = {}
         self.ended: list[str] = []
+        self.flushes = 0
         self.breaks = False  # whether the next stream of forks breaks off after the first choice
 
     def backend(self) -> shoal.ShoalServer:
@@ -40,6 +41,9 @@ class FakeServer:
         path = request.url.path
         if path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "tiny", "max_model_len": 99}]})
+        if path == "/flush_cache":
+            self.flushes += 1
+            return httpx.Response(200, json={"replicas": 1, "tokens_in_use": 0})
         if path == "/version":
             return httpx.Response(200, json={"version": "1"})
         if request.method == "DELETE":
@@ -458,4 +462,7 @@ def test_what_is_counted_and_said() -> None:
     turns.run(backend=backend)
     assert (backend.token_usage.prompt_tokens, backend.token_usage.calls) == (10, 2)
     assert shoal.get_server_info(backend)["id"] == "tiny"
-    assert shoal.flush_cache(backend) is False
+    assert shoal.flush_cache(backend) is True and server.flushes == 1
+    assert backend.get_model_name() == "tiny"
+    backend.shutdown()
+    assert backend.get_model_name() == "tiny"

@@ -347,6 +347,7 @@ def test_prompt_logprobs_of_every_position(make, budget, length, warm):
     row = torch.full((50,), -1.0)
     row[0] = 9.0
     best = float(row.log_softmax(0)[0])
+    assert [p.rank for p in rest] == [1 if p.token_id == top else 2 for p, top in zip(rest, likeliest, strict=True)]
     assert [p.logprob for p in rest] == pytest.approx(
         [best if token == top else best - 10 for token, top in zip(prompt[1:], likeliest, strict=True)], abs=1e-4
     )

@@ -116,6 +116,8 @@ def some_sampling(rng: random.Random, num_prompt: int) -> SamplingParams:
         frequency_penalty=rng.choice([0.0, 0.0, 0.7]),
         stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 5]))),
         ignore_eos=rng.random() < 0.3,
+        allowed_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 0, 9]))),
+        bad_words=tuple(tuple(rng.choices(range(VOCAB_SIZE), k=rng.choice([1, 2]))) for _ in range(rng.choice([0, 9]))),
         logprobs=rng.choice([None, None, 0, 2]),
         prompt_logprobs=rng.choice([None, None, 0, 2]),
         prompt_logprobs_start=rng.choice([0, rng.randrange(num_prompt)]),

@@ -27,6 +27,7 @@ from worker.messages import (
     CacheEvents,
     ClientUsage,
     Farewell,
+    Flush,
     Generate,
     Grammar,
     Hello,
@@ -255,6 +256,23 @@ def test_a_release_ends_leases(serve):
     router.until(lambda: router.loads and router.loads[-1].kv_tokens_leased > 0)
     router.send(Release(["program", "unknown"]))
     router.until(lambda: router.loads[-1].kv_tokens_leased == 0)
+
+
+def test_a_flush_forgets_what_no_running_request_holds(serve):
+    s = serve()
+    steps = gate(s.parts.executor)
+    router = s.router()
+    router.send(Subscribe())
+    steps.release(OPEN)
+    router.generate("past", list(range(1, 40)), max_tokens=2)
+    router.until(lambda: router.finished("past"))
+    assert s.server.at_rest(lambda engine: engine.tree.num_cached) > 0
+    router.send(Flush("one"))
+    router.send(Flush("two"))
+    router.until(lambda: [known for load in router.loads for known in load.flushed] == ["one", "two"])
+    assert router.loads[-1].kv_tokens_cached == 0
+    assert s.server.at_rest(lambda engine: engine.tree.num_cached) == 0
+    assert all(load.flushed is not None for load in router.loads)
 
 
 def test_lengths_are_told_and_learned(serve):

@@ -22,7 +22,7 @@ from tests.worker.conftest import COMMON, DELTA_NETS, TEXT_PARTS, TINY, Sequence
 from tests.worker.references import Answer, answers, assert_same, batch, settings
 from worker.config import WorkerConfig
 from worker.executor.model_runner import ModelRunner
-from worker.models.config import ARCHITECTURES, decoder_config, eos_token_ids, read_config
+from worker.models.config import ARCHITECTURES, decoder_config, read_config
 from worker.step import Chunk, Plan
 
 AS_LLAMA = ("internlm3", "iquestcoder")
@@ -52,24 +52,6 @@ def test_same_as_transformers(name: str, chunk: int, page_size: int, tiny_model:
         sequences.advance(dict.fromkeys(unfinished, chunk))
     got = [Answer(sequences.tokens[s][: ends[s]], torch.cat(sequences.logits[s])[: ends[s] - 1]) for s in slots]
     assert_same(got, wanted, 1e-3 if name in DELTA_NETS else 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("said", "ends"),
-    [('{"eos_token_id": 5}', (5,)), ('{"eos_token_id": [5, 6]}', (5, 6)), ("{}", (2,)), ('{"eos_token_id": null}', ())],
-)
-def test_tokens_that_end_a_text(said: str, ends: tuple[int, ...], tmp_path: Path) -> None:
-    assert eos_token_ids(tmp_path, [2]) == (2,)
-    (tmp_path / "generation_config.json").write_text(said)
-    assert eos_token_ids(tmp_path, 2) == ends
-
-
-@pytest.mark.parametrize("said", ["", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1.5]}'])
-def test_wrong_tokens_that_end_a_text_are_named(said: str, tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(said)
-    with pytest.raises(ValueError, match=r"generation_config\.json") as error:
-        eos_token_ids(tmp_path, 2)
-    assert "eos_token_id" not in said or "eos_token_id" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4"])

@@ -115,7 +115,10 @@ def adjusted_slowly(logits: torch.Tensor, p: SamplingParams, prompt: list[int], 
     if len(output) < p.min_tokens:
         for token in {*EOS, *p.stop_token_ids}:
             out[token] = -math.inf
-    return out
+    for *before, last in p.bad_words:
+        if output[len(output) - len(before) :] == before:
+            out[last] = -math.inf
+    return [x if not p.allowed_token_ids or i in p.allowed_token_ids else -math.inf for i, x in enumerate(out)]
 
 
 def distribution_slowly(adjusted: list[float], p: SamplingParams) -> np.ndarray:
@@ -148,6 +151,8 @@ params = st.builds(
     seed=st.integers(-(2**63), 2**63 - 1),
     logprobs=st.sampled_from([None, 0, 4]),
     logit_bias=st.dictionaries(tokens, st.sampled_from([-100.0, -1.0, 2.5, 100.0]), max_size=3),
+    allowed_token_ids=st.sampled_from([(), (), (), (1, 2, 9, 40)]),
+    bad_words=st.lists(st.lists(st.integers(41, 44), min_size=1, max_size=3).map(tuple), max_size=6).map(tuple),
 )
 rows = st.tuples(params, st.lists(tokens, max_size=12), st.lists(tokens, max_size=8))
 
@@ -313,6 +318,43 @@ def test_a_bias_of_100_forces_and_of_minus_100_forbids():
     logits[20] = 30.0
     assert one(free(logit_bias={40: 100.0}), logits).token_id == 40
     assert one(greedy(logit_bias={20: -100.0, 41: 1.0}), logits).token_id == 41
+
+
+def test_bad_words_are_not_completed():
+    logits = torch.zeros(VOCAB)
+    logits[10], logits[11], logits[12], logits[13] = 4.0, 3.0, 2.0, 1.0
+    sampler = Sampler(1, VOCAB, "cpu")
+    words = ((11, 12), (11, 10), (10, 10), (10, 11, 13), (12,))
+    sampler.add(0, greedy(bad_words=words), [10], [10], EOS, None)  # the prompt is no part of a word
+    assert [sample(sampler, logits[None], [0])[0].token_id for _ in range(4)] == [11, 11, 11, 11]
+    assert one(greedy(bad_words=words), logits, prompt=[10]).token_id == 10
+    assert one(greedy(bad_words=words), logits, output=[10, 11]).token_id == 11
+
+
+@pytest.mark.parametrize("right", [0, 1, 2])
+def test_bad_words_hold_after_drafts(right):
+    """As one token after the other would be, whatever was drafted."""
+    logits = torch.zeros(VOCAB)
+    logits[10], logits[11], logits[12] = 3.0, 2.0, 1.0
+    sampler = Sampler(1, VOCAB, "cpu")
+    sampler.add(0, greedy(bad_words=((10, 10), (11, 10, 11), (11, 11))), [1], [], EOS, None)
+    alone = [10, 11, 10, 12, 10, 11]
+    drafts = [*alone[:right], 50, 50][:2]
+    got = sampler.launch(logits.repeat(3, 1), np.zeros(3, dtype=np.int64), draft_ids=np.array([*drafts, -1])).result()
+    found = [int(got.token_ids[0]), *got.following.get(0, [])]
+    assert found == alone[: right + 1]
+    rest = [sample(sampler, logits[None], [0])[0].token_id for _ in range(3)]
+    assert found + rest == alone[: len(found) + 3]
+
+
+def test_only_allowed_tokens():
+    logits = torch.zeros(VOCAB)
+    logits[10], logits[40], logits[41] = 9.0, 1.0, 0.5
+    assert one(greedy(allowed_token_ids=(41, 40)), logits).token_id == 40
+    assert one(greedy(allowed_token_ids=(41, 40), logit_bias={10: 100.0}), logits).token_id == 40
+    assert {one(free(allowed_token_ids=(41, 40), seed=seed), logits).token_id for seed in range(20)} == {40, 41}
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        one(greedy(allowed_token_ids=(VOCAB,)), logits)
 
 
 def test_all_but_one_filtered():
