@@ -52,8 +52,8 @@ def serve(config: Config, console: Console | None = None, followed: FollowedConf
     numbers of replicas and routers are read again. Returns the exit code: 1 if the server did not start or did not
     live."""
     launch = _Launch(config, console or Console(highlight=False), followed)
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, launch.interrupt)
+    signal.signal(signal.SIGTERM, launch.interrupt)
     try:
         launch.start()
         launch.attend()
@@ -84,10 +84,6 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM: a service manager's way to end a server, where Ctrl-C is a person's."""
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise _Terminated if signum == signal.SIGTERM else KeyboardInterrupt
-
-
 class _Launch:
     """A server from its start to its end, as seen from the terminal."""
 
@@ -95,6 +91,7 @@ class _Launch:
         self._config = self._given = config
         self._followed = followed
         self._is_asked_to_read = False  # by SIGHUP
+        self._interrupt: type[KeyboardInterrupt] | None = None  # the signal that has come
         self._runs = False
         self._console = console
         self._line = console.status("") if console.is_terminal else None
@@ -106,6 +103,16 @@ class _Launch:
         self._before: Deployed | None = None  # what runs on it already
         self._has_serve = False  # whether Ray Serve runs for this server alone
         self._deployed = False
+
+    def interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """Handles SIGINT and SIGTERM."""
+        self._interrupt = _Terminated if signum == signal.SIGTERM else KeyboardInterrupt
+        self._obey()
+
+    def _obey(self) -> None:
+        """Raises the interrupt that has come: again, where Python had to ignore it, as in a hook around a fork."""
+        if self._interrupt is not None:
+            raise self._interrupt
 
     def start(self) -> None:
         """Returns when the server can answer. Raises LaunchError, ModelError, NoCluster, PortTaken, OSError."""
@@ -141,6 +148,7 @@ class _Launch:
         seen, told = "", set[str]()
         while True:
             time.sleep(ATTEND_S)
+            self._obey()
             try:
                 self._follow()
                 overview = _overview()
@@ -282,7 +290,7 @@ class _Launch:
             local.check_port(self._config.host, self._config.port)
 
     def _deploy(self) -> None:
-        signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler in place of ours
+        signal.signal(signal.SIGTERM, self.interrupt)  # Ray has put its own handler in place of ours
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         before = self._before
         if before is not None:
@@ -393,6 +401,7 @@ class _Launch:
 
     def _say(self, text: str) -> None:
         """Shows what is being waited for: as a live line on a terminal, elsewhere as a new line whenever it changes."""
+        self._obey()
         if self._line is not None:
             self._line.update(text)
             self._line.start()

@@ -122,7 +122,7 @@ class Nodes:
 
 @ray.remote(num_cpus=0)
 class _End:
-    """One end of a link."""
+    """An end of a link."""
 
     def open(self) -> str:
         from worker.executor.multi_rank import open_store

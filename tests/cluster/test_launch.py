@@ -473,6 +473,14 @@ def test_the_reason_of_a_failure_is_found_in_serves_messages(overview: Overview 
     assert launch._failure(overview) == reason  # type: ignore[arg-type]
 
 
+def test_a_signal_that_comes_where_nothing_can_be_raised_ends_the_start_all_the_same(tiny_model: Path) -> None:
+    start = launch._Launch(Config(model=str(tiny_model)), Console())
+    with contextlib.suppress(KeyboardInterrupt):  # as Python does it in a hook around a fork
+        start.interrupt(signal.SIGTERM, None)
+    with pytest.raises(launch._Terminated):
+        start._say("starting Ray")
+
+
 def test_what_waits_for_room_is_told_once_whatever_order_ray_writes_its_resources_in() -> None:
     def told(required: dict[str, float], available: dict[str, float]) -> str:
         message = f"has 1 replicas to be scheduled: {required}, total resources available: {available}."

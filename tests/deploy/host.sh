@@ -44,7 +44,7 @@ if ! grep -q '^ops:' "$root/etc/passwd"; then
     echo 'ops:*:19000:0:99999:7:::' >> "$root/etc/shadow"
 fi
 for each in "$(readlink -f "$python")" "$python"; do # whose folders may be another user's own
-    while each=$(dirname "$each") && test "$each" != /; do chmod o+rx "$root$each"; done
+    while each=$(dirname "$each") && test "$each" != /; do test ! -e "$root$each" || chmod o+rx "$root$each"; done
 done
 cp "$folder/authorized_keys" "$root/home/ops/.ssh/authorized_keys"
 chmod 700 "$root/home/ops/.ssh"
@@ -63,6 +63,7 @@ sshd="/usr/sbin/sshd -D -e -f /etc/rehearsal_sshd"
 clean=(env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin)
 mkdir -p "$root/run/sshd"
 test -n "$cgroups" || exec "${clean[@]}" chroot "$root" $sshd
+echo "$name" > "$root/etc/hostname"
 # Of this machine's services, those that logins need.
 cat > "$root/etc/systemd/system/rehearsal.service" <<UNIT
 [Service]

@@ -334,8 +334,8 @@ FAULTS = [
     Fault(
         "number-with-an-exponent-is-an-integer",
         "router/formats/typed_values.py",
-        "not (number[1] or number[2])",
-        "not number[1]",
+        "not (number[3] or number[4])",
+        "not number[3]",
         LEXER,
     ),
     Fault(

@@ -488,16 +488,15 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return json.loads((tmp_path / "found.json").read_text())
 
 
-def test_a_cpu_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_has_defaults_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     args, settings = command.parser().parse_args(["--requests", "7"]), {"device": "cpu"}
-    command._complete(args, settings)
+    command._complete(args, settings, on_cpu=True)
     assert (args.model, args.requests, args.delay, str(args.out)) == ("small", 7, 0.5, "shoal-bench")
     said = capsys.readouterr().err
     assert settings["kv_tokens"] == 65536 and "--model small" in said and "--requests" not in said
     for line in (["--plan", "llama-70b"], []):
-        monkeypatch.setattr(command, "on_gpu", lambda settings: True)
         args = command.parser().parse_args(line)
-        command._complete(args, {})
+        command._complete(args, {}, on_cpu=False)
         assert (args.model, args.requests, args.delay, args.out) == ("tiny", 128, 2.0, results.FOLDER)
         assert args.schedules == list(SCHEDULES) and not capsys.readouterr().err
 
