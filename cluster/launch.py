@@ -25,7 +25,7 @@ from ray import serve as ray_serve
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus
 from rich.console import Console
 
 from cluster import joined, local
@@ -516,8 +516,10 @@ def _failure(overview: ApplicationStatusOverview | None) -> str | None:
     if overview is None:
         return None
     messages = [deployment.message for deployment in overview.deployments.values()]
-    # Where the application is unhealthy, a replica has died that had started: Serve puts another in its place.
-    has_failed = overview.status == ApplicationStatus.DEPLOY_FAILED
+    statuses = {deployment.status for deployment in overview.deployments.values()}
+    # Where a deployment is unhealthy, a replica has died that had started: Serve puts another in its place.
+    waits = DeploymentStatus.UNHEALTHY in statuses and DeploymentStatus.DEPLOY_FAILED not in statuses
+    has_failed = overview.status == ApplicationStatus.DEPLOY_FAILED and not waits
     if not has_failed and not any("failed to start" in message for message in messages):
         return None
     text = "\n".join([*messages, overview.message])

@@ -5,6 +5,7 @@ share (`kernels.comm.all_reduce`). All else goes through NCCL.
 """
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,17 @@ SOCKET_THREADS = "4"
 # MiB takes 0.4 ms instead of 1.7 ms. Larger chunks gain nothing.
 LINK_CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 120.0  # a collective that takes longer means that a rank has gone or hangs
+
+
+def own_address(store: dist.Store) -> str | None:
+    """The address from which this machine reaches the store; None for a store without one."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return None
+    with socket.socket(socket.AF_INET6 if ":" in store.host else socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((store.host, store.port))  # sends nothing
+        return str(way.getsockname()[0])
 
 
 class Communicator(Rendezvous):
@@ -107,7 +119,14 @@ class Communicator(Rendezvous):
             options.global_ranks_in_group, options.group_name = list(range(self.size)), name
             self._backend = dist.ProcessGroupNCCL(prefixed, self.rank, self.size, options)
         else:
-            self._backend = dist.ProcessGroupGloo(prefixed, self.rank, self.size, timeout)
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = timeout
+            # By itself gloo listens on the address of the machine's name, which on many machines is a loopback one.
+            address = own_address(self._room)
+            device = gloo.create_default_device() if address is None else gloo.create_device(hostname=address)
+            options._devices = [device]
+            self._backend = gloo(prefixed, self.rank, self.size, options)
 
     def reduce_buffer(self, rows: int, columns: int, dtype: torch.dtype, turn: int) -> torch.Tensor | None:
         """Buffer in which to compute this rank's part, `[rows, columns]`, of a sum so that the sum is fast. None if any

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.worker.conftest import together
 from worker.errors import RankLost
-from worker.parallel.communicator import Communicator
+from worker.parallel.communicator import Communicator, own_address
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -75,3 +75,9 @@ def test_a_rank_that_leaves_is_an_error_for_those_that_wait() -> None:
         return "told"
 
     assert together(2, work, timeout_s=20) == ["told", "left"]
+
+
+def test_gloo_listens_where_the_store_is_reached_from() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert own_address(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"
+    assert own_address(dist.HashStore()) is None
