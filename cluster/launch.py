@@ -23,9 +23,10 @@ from typing import Any
 import ray
 from ray import serve as ray_serve
 from ray.exceptions import RayError
+from ray.serve._private.common import DeploymentStatusTrigger as Trigger
 from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from rich.console import Console
 
 from cluster import joined, local
@@ -515,12 +516,12 @@ def _failure(overview: ApplicationStatusOverview | None) -> str | None:
     """Why the application does not start: the exception that ended a replica, without Ray's stack around it."""
     if overview is None:
         return None
-    messages = [deployment.message for deployment in overview.deployments.values()]
-    statuses = {deployment.status for deployment in overview.deployments.values()}
-    # Where a deployment is unhealthy, a replica has died that had started: Serve puts another in its place.
-    waits = DeploymentStatus.UNHEALTHY in statuses and DeploymentStatus.DEPLOY_FAILED not in statuses
-    has_failed = overview.status == ApplicationStatus.DEPLOY_FAILED and not waits
-    if not has_failed and not any("failed to start" in message for message in messages):
+    deployments = overview.deployments.values()
+    messages = [deployment.message for deployment in deployments]
+    # Of a machine that was lost: Serve puts other replicas in the places of those that had started, or were about to.
+    lost = [d for d in deployments if d.status_trigger == Trigger.HEALTH_CHECK_FAILED or "ActorDiedError" in d.message]
+    has_failed = overview.status == ApplicationStatus.DEPLOY_FAILED and not lost
+    if not has_failed and not any("failed to start" in d.message for d in deployments if d not in lost):
         return None
     text = "\n".join([*messages, overview.message])
     if named := re.findall(r"ReplicaError: (.+)", text):

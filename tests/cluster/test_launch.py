@@ -21,7 +21,8 @@ import httpx
 import psutil
 import pytest
 import yaml
-from ray.serve.schema import ApplicationStatus, DeploymentStatus
+from ray.serve._private.common import DeploymentStatusTrigger as Trigger
+from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
 from bench.replica import dummy_models
@@ -440,7 +441,9 @@ def test_a_model_that_cannot_be_loaded_says_why(tiny_model: Path, tmp_path: Path
 class Deployment:
     def __init__(self, message: str) -> None:
         self.message = message
-        self.status = DeploymentStatus.UNHEALTHY if "health check" in message else DeploymentStatus.UPDATING
+        self.status_trigger = (
+            Trigger.HEALTH_CHECK_FAILED if "health check" in message else Trigger.CONFIG_UPDATE_STARTED
+        )
         self.replica_states = {"STARTING": 1}
 
 
@@ -469,6 +472,7 @@ STACK = 'Traceback (most recent call last):\n  File "x.py", line 3, in y\n    z(
         (Overview(ApplicationStatus.DEPLOY_FAILED, "no room", ""), "\nno room"),
         (Overview(ApplicationStatus.UNHEALTHY, "", "A replica's health check failed: ActorDiedError: died\n"), None),
         (Overview(ApplicationStatus.DEPLOY_FAILED, "Failed to update", "A replica's health check failed."), None),
+        (Overview(ApplicationStatus.DEPLOYING, "", RETRY + "ray.exceptions.ActorDiedError: The actor died.\n"), None),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_failure_is_found_in_serves_messages(overview: Overview | None, reason: str | None) -> None:
