@@ -51,6 +51,7 @@ chmod 700 "$root/home/ops/.ssh"
 chown -R $user:$user "$root/home/ops"
 test -f "$folder/host_key" || ssh-keygen -q -t ed25519 -N '' -f "$folder/host_key"
 cp "$folder/host_key" "$root/etc/rehearsal_key"
+cp "$folder/hosts" "$root/etc/hosts"
 cat > "$root/etc/rehearsal_sshd" <<CONFIG
 HostKey /etc/rehearsal_key
 PermitRootLogin prohibit-password

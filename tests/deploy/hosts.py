@@ -192,6 +192,9 @@ class Network:
         host = Host(self, name, 10 + len(self.hosts), self.folder / name)
         host.folder.mkdir()
         shutil.copy(self.key.with_suffix(".pub"), host.folder / "authorized_keys")
+        # As on Debian, a machine's own name is a loopback address; others are found without asking a network.
+        others = "".join(f"{SUBNET}.{number} host{number}\n" for number in range(10, 30))
+        (host.folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{others}")
         run("ip", "netns", "add", host.namespace)
         self.hosts.append(host)
         pair = ("type", "veth", "peer", "name", "eth0", "netns", host.namespace)
