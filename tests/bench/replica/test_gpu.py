@@ -182,7 +182,7 @@ def test_every_target_is_a_figure_of_a_known_model() -> None:
             "models": labels | {"cpu", "lora"},
             "schemas": {
                 *("accepted", "invalid_accepted", "valid_refused", "generated_valid"),
-                *("compile", "mask_us_per_sequence", "rank_growth_mib"),
+                *("compile", "mask_us_per_sequence", "rank_growth_mib", "natural"),
             },
         }
         assert part in known[room], name
