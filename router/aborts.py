@@ -1,29 +1,15 @@
 """Requests that their own clients end by name: `/abort_request`."""
 
-import asyncio
 from collections.abc import Callable, Iterable
 
 from router.errors import ApiError
+from router.shutdown import EarlyEnd
 
 ALL = ""  # in place of a name: all requests of the client
 
 
-class Aborted:
-    """The end of one request, which its client may ask for. As `Shutdown` for `unless_gone`."""
-
-    def __init__(self) -> None:
-        self.has_come = False
-        self._watches: set[asyncio.Task[None]] = set()
-
-    def watch(self, task: asyncio.Task[None]) -> None:
-        """Has a task cancelled when the end comes. It has not come yet."""
-        self._watches.add(task)
-        task.add_done_callback(self._watches.discard)
-
-    def come(self) -> None:
-        self.has_come = True
-        for task in self._watches:
-            task.cancel()
+class Aborted(EarlyEnd):
+    """The end of one request, which its client may ask for."""
 
     def error(self) -> ApiError:
         return ApiError(409, "The request was ended by /abort_request.", code="aborted")

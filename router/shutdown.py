@@ -1,11 +1,11 @@
-"""The end of all answers of a router that may not wait for theirs: its server ends, or its machine."""
+"""Ends that come to answers from outside; and that of all answers of a router, whose server ends, or its machine."""
 
 import asyncio
 
 from router.errors import ApiError
 
 
-class Shutdown:
+class EarlyEnd:
     """Ends answers, each with an error that its client can act on. For use in the event loop that serves.
 
     | attribute | meaning |
@@ -26,6 +26,14 @@ class Shutdown:
         self.has_come = True
         for task in self._watches:
             task.cancel()
+
+    def error(self) -> ApiError:
+        """The error that answers end with."""
+        raise NotImplementedError
+
+
+class Shutdown(EarlyEnd):
+    """The end of all answers of a router."""
 
     def error(self) -> ApiError:
         message = "The server that answered ends, or its machine: send the request again."

@@ -9,10 +9,9 @@ import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.aborts import Aborted
 from router.errors import ApiError, internal
 from router.protocols.dialects import error_event, error_response
-from router.shutdown import Shutdown
+from router.shutdown import EarlyEnd
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ async def unless_gone(scope: Scope, receive: Receive, work: Coroutine[Any, Any, 
     """Returns the result of `work`. If the client disconnects first, cancels `work` at once and raises ClientGone; if
     the `Shutdown` of the request's state comes first, or its `Aborted`, the ApiError of that."""
     state = scope.get("state", {})
-    ends: list[Shutdown | Aborted] = [end for name in ("shutdown", "aborted") if (end := state.get(name)) is not None]
+    ends: list[EarlyEnd] = [end for name in ("shutdown", "aborted") if (end := state.get(name)) is not None]
     for end in ends:
         if end.has_come:
             work.close()
