@@ -347,7 +347,7 @@ def measure(args: argparse.Namespace, settings: dict[str, Any], nodes: "Nodes | 
     prefix, base = (f"pipeline.{link}", "pipeline") if on_gpu else ("cpu.pipeline", "cpu.pipeline")
     if on_gpu and (args.model, layouts[0].devices) != AIMED:
         prefix += f".{args.model}.{layouts[0]}"
-    where = {"link": link if on_gpu or nodes else "gloo", "nodes": len(nodes) if nodes else args.nodes}
+    where = {"link": link if on_gpu or nodes else "gloo", "nodes": nodes.count() if nodes else args.nodes}
     about = _described(args, model=args.model, replica=settings, features=FEATURES, **where)
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
         folder = dummy_models.write(args.model, Path(scratch) / args.model)

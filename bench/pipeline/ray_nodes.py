@@ -69,7 +69,8 @@ class Nodes:
         """The device of replicas. `asked`: cpu, cuda or auto, a GPU if there is any."""
         return ("cuda" if ray.cluster_resources().get("GPU") else "cpu") if asked == "auto" else asked
 
-    def __len__(self) -> int:
+    def count(self) -> int:
+        """How many nodes live now."""
         return len(_alive())
 
     def stages(self, config: Config) -> list[str]:
@@ -87,7 +88,7 @@ class Nodes:
 
     def call(self, function: Callable[..., Result], *arguments: Any, gpus: int = 0) -> Result:
         """Runs `function` on a node. `gpus`: how many it may use there."""
-        result: Result = ray.get(ray.remote(function).options(num_cpus=0, num_gpus=gpus).remote(*arguments))  # type: ignore[attr-defined]
+        result: Result = ray.get(ray.remote(function).options(num_cpus=0, num_gpus=gpus).remote(*arguments))
         return result
 
     def write(self, model: str, folder: Path) -> None:
@@ -117,7 +118,7 @@ class Nodes:
             self._own.shutdown()
 
     def _everywhere(self, function: Callable[..., Any], *arguments: Any) -> None:
-        ray.get([ray.remote(function).options(**_on(node)).remote(*arguments) for node in _alive()])  # type: ignore[attr-defined]
+        ray.get([ray.remote(function).options(**_on(node)).remote(*arguments) for node in _alive()])
 
 
 @ray.remote(num_cpus=0)
