@@ -50,6 +50,10 @@ PLACEMENT = RequestRouterConfig(
 # wait for other processes most of the time, so a starved machine is the most that could delay them. Serve's own 30 s
 # would leave what hangs in place for a minute and a half.
 HEALTH_ANSWER_S = 10.0
+# What a router behind Serve's proxies asks Ray for, the least that Ray counts: it keeps routers off machines that have
+# no CPUs to give. Kubernetes' head is one, whose memory is not made for them, and whose proxy says 503 where there is
+# no worker.
+ROUTER_CPUS = 0.0001
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -129,11 +133,11 @@ def _routers(
 ) -> Application:
     """The deployment of the routers of one machine, or of those behind Serve's proxies. `others`: of other machines;
     an application of Serve is one deployment with all that it is given."""
-    # They ask Ray for no CPUs: one that ends with its last stream would keep them, and its successor would wait. Room
-    # for them is reserved (`cluster.joined`), or in the pods (helm/shoal).
-    actor: dict[str, Any] = {"num_cpus": 0}
+    # They do not ask Ray for the CPUs that they need: one that ends with its last stream would keep them, and its
+    # successor would wait. Room for them is reserved (`cluster.joined`), or in the pods (helm/shoal).
+    actor: dict[str, Any] = {"num_cpus": ROUTER_CPUS}
     if node is not None:
-        actor["resources"] = {f"node:{node}": NODE_SHARE}
+        actor = {"num_cpus": 0, "resources": {f"node:{node}": NODE_SHARE}}
     return serve.deployment(
         name=router_deployment(config, node),
         num_replicas=config.num_routers,

@@ -16,7 +16,7 @@ from ray.serve._private.deployment_state import DeploymentTargetState
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import ServeApplicationSchema
 
-from cluster.app import ListeningRouter, Router, _Router, application, build, numbers, settle
+from cluster.app import ROUTER_CPUS, ListeningRouter, Router, _Router, application, build, numbers, settle
 from cluster.config import Config, ConfigError, ReplicaConfig, load
 from cluster.deployed import APP, STREAMS_S
 from cluster.models import model_name
@@ -138,7 +138,7 @@ def test_routers_listen_themselves_on_the_machine_that_is_named_and_else_nowhere
     assert (here.func_or_class, anywhere.func_or_class) == (ListeningRouter, Router)
     assert here.name == anywhere.name == "Router"
     assert here.ray_actor_options == {"num_cpus": 0.0, "resources": {"node:10.0.0.7": 0.001}}
-    assert anywhere.ray_actor_options == {"num_cpus": 0.0}
+    assert anywhere.ray_actor_options == {"num_cpus": ROUTER_CPUS}
 
 
 def test_each_machine_has_routers_of_its_own_in_front_of_the_same_replicas() -> None:

@@ -31,7 +31,7 @@ from tests.deploy.hosts import Host, Network, network
 from tests.deploy.rehearsal import PROMPT, ROOT, WAIT_S, command, made_model, shown, step_s, undisturbed, until
 from tests.deploy.streams import IMAGE, Clients, Stream
 
-# Of a worker, which has room for two replicas: three need both workers. Routers ask Ray for no CPU.
+# Of a worker, which has room for two replicas: three need both workers. Routers ask Ray for next to no CPU.
 CPUS = 3
 CPUS_OF = {"cpus_per_rank": 1.4, "cpus_per_router": 0.05}
 STREAM_S = 60.0

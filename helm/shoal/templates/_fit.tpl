@@ -11,7 +11,7 @@ Which workers there are, as JSON: workers (at most), least, gpus of each, cpus a
 default), ranks (on a worker), and routers. Refuses what Ray could never place: it would wait without a message.
 
 Ray places what it can as soon as there is room, in any order, so there must be room in every order. Routers ask Ray for
-no CPUs, but need them. A worker has room for $per routers and all stages that it can hold. Where it has not, each
+next to no CPUs, but need them. A worker has room for $per routers and all stages that it can hold. Where it has not, each
 worker has room for everything, or, on CPUs, so much is free that some worker always has room.
 */}}
 {{- define "shoal.fit" -}}
