@@ -35,6 +35,7 @@ test-bench: env model  ## the benchmarks from end to end; `make test` runs them 
 
 nightly: env model  ## what CI runs a part of: all families in stages and on ranks, all modes with the real model
 	SHOAL_NIGHTLY=1 $(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu" $(NIGHTLY)
+	$(BIN)/pytest -m bench
 
 fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, 100,000 generated answers, and more
 	SHOAL_FUZZ=1000 SHOAL_FUZZ_ANSWERS=100000 $(BIN)/pytest tests/server/test_fuzz.py tests/router/formats/test_lexer.py

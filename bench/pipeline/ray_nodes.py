@@ -39,6 +39,7 @@ class Nodes:
         """`own`: the cluster, if it ends with this."""
         self._own = own
         self._copies: list[Path] = []
+        self._free: dict[str, Mapping[str, float]] | None = None  # by node, before the first replica
 
     @classmethod
     def joined(cls, address: str) -> "Nodes":
@@ -75,16 +76,36 @@ class Nodes:
 
     def stages(self, config: Config) -> list[str]:
         """The nodes of a replica's stages, by id, as `spread` chooses them among those with room. Raises ValueError."""
-        stage = bundles(config)[1]
+        control, stage = bundles(config)[:2]
         deadline = time.monotonic() + FREE_S
         while True:
-            free = available_resources_per_node()
-            try:
-                return spread({node: free.get(node, {}) for node in _alive()}, stage, config.pp)
-            except ValueError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
+            seen = available_resources_per_node()
+            free = {node: seen.get(node, {}) for node in _alive()}
+            if self._free is None:
+                self._free = free
+            # Before a replica has given everything back, all stages of the next one would go where it had none.
+            is_back = all(
+                free[node].get(name, 0) + ROUNDING > there.get(name, 0)
+                for node, there in self._free.items()
+                for name in stage
+                if node in free
+            )
+            is_late = time.monotonic() > deadline
+            if is_back or is_late:
+                try:
+                    # The control actor's bundle goes to the first stage's node, whichever that is.
+                    return spread(
+                        {
+                            node: {name: amount - control.get(name, 0) for name, amount in there.items()}
+                            for node, there in free.items()
+                        },
+                        stage,
+                        config.pp,
+                    )
+                except ValueError:
+                    if is_late:
+                        raise
+            time.sleep(0.2)
 
     def call(self, function: Callable[..., Result], *arguments: Any, gpus: int = 0) -> Result:
         """Runs `function` on a node. `gpus`: how many it may use there."""

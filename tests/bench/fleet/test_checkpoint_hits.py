@@ -21,6 +21,7 @@ def test_nearly_as_much_is_found_as_by_a_full_cache(load: str) -> None:
     assert 0.9 * full <= found <= full
 
 
+@pytest.mark.bench
 def test_windows_leave_room_for_more_tokens() -> None:
     """Gemma 3 12B has 8 layers that see all, and 40 that see 1,024 tokens."""
     sizes = WindowSizes.of("gemma3-12b", 400_000, 8192)

@@ -18,6 +18,7 @@ def death(level: float, is_paced: bool) -> Death:
     return DeathSimulation(timed, hardware, REPLICAS, 0.7 * timed[-1].at_s, is_paced).death()
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize("level", [0.5, 0.9])
 def test_lost_streams_go_on_and_others_keep_their_pace(level: float) -> None:
     paced, at_once = death(level, True), death(level, False)
@@ -28,6 +29,7 @@ def test_lost_streams_go_on_and_others_keep_their_pace(level: float) -> None:
     assert paced.after.mean() <= at_once.after.mean()
 
 
+@pytest.mark.bench
 def test_the_worst_level_is_the_figure() -> None:
     runs = deaths([0.3, 0.6], REPLICAS, ReplicaHardware(), seed=0)
     values = {figure.name: figure.value for figure in figures(runs)}

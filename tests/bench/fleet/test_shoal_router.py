@@ -23,6 +23,7 @@ def serve(load: str, level: float, placement: str = "cache_aware", slower: float
     return FleetSimulation(timed, [ShoalRule(REPLICAS, placement)], hardware).run()
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize("level", [0.3, 0.9])
 def test_a_prefix_that_all_share_is_served_by_all_replicas(level: float):
     ours, least = serve("hot_prefix", level), serve("hot_prefix", level, "least_load")
@@ -30,12 +31,14 @@ def test_a_prefix_that_all_share_is_served_by_all_replicas(level: float):
     assert ours.tpot_s(0.5) < 1.1 * least.tpot_s(0.5) and ours.slowdown(0.99) < 1.2 * least.slowdown(0.99)
 
 
+@pytest.mark.bench
 def test_a_full_fleet_computes_nothing_twice():
     ours = serve("zipf", 1.1)
     assert 1 - ours.hit_rate < 1.1 * (1 - ours.ideal_hit_rate)
     assert ours.slowdown(0.99) < 0.5 * serve("zipf", 1.1, "least_load").slowdown(0.99)
 
 
+@pytest.mark.bench
 def test_conversations_stay_where_they_are_cached():
     ours = serve("agents", 0.8)
     assert ours.hit_rate > 0.97 * ours.ideal_hit_rate
@@ -49,6 +52,7 @@ def test_a_replica_at_half_the_speed_gets_less_work():
     assert ours.slowdown(0.99) < 0.7 * serve("zipf", 0.8, "least_load", slower=2.0).slowdown(0.99)
 
 
+@pytest.mark.bench
 def test_routers_that_tell_each_other_place_as_one():
     """With long steps, after which alone the replicas tell what they were given."""
     requests = MADE["zipf"](np.random.default_rng(3), 25 * REPLICAS, REPLICAS)

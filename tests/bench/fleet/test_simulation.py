@@ -48,6 +48,7 @@ def test_a_trace_keeps_its_shared_blocks():
         from_trace([TraceRequest(700, 5, 0.0)])
 
 
+@pytest.mark.bench
 def test_the_command_writes_what_it_measured(tmp_path, capsys, monkeypatch):
     line = ["--load", "zipf", "--replicas", "2", "--requests", "10", "--levels", "0.5"]
     assert command.main([*line, "--rules", "shoal", "least_load", "--out", str(tmp_path)]) == 0

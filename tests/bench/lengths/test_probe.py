@@ -6,6 +6,7 @@ import pytest
 from bench.lengths import probe
 
 
+@pytest.mark.bench
 def test_states_that_tell_the_length_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One direction of one layer tells the logarithm; the estimate at arrival and the other layer tell nothing."""
     monkeypatch.setattr(probe, "LAYERS", (0, 0.5))

@@ -573,6 +573,7 @@ class Calibrated(Counting):
         return {"coefficients": [CostModel(s.seconds).coefficients.values for s in stages], "kv_tokens": 1 << 16}
 
 
+@pytest.mark.bench
 def test_layouts_of_one_file_are_simulated_with_the_costs_of_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def test_rates_that_were_carried_and_missed_are_those_next_to_the_capacity(resul
     assert joules_per_token(fixed.carried[1]) == pytest.approx(2 * 300 / 1000)
 
 
+@pytest.mark.bench
 def test_capacities_are_simulated_with_and_without_the_limit(
     result: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.pipeline import command
-from bench.pipeline.ray_nodes import spread
+from bench.pipeline import command, ray_nodes
+from bench.pipeline.ray_nodes import Nodes, spread
+from cluster.config import Config
 
 GPU = {"CPU": 2.0, "GPU": 2.0}
 
@@ -29,6 +30,27 @@ def test_stages_are_spread_over_the_nodes_with_room(free: dict[str, float], coun
 def test_stages_without_room_are_refused(free: dict[str, dict[str, float]]) -> None:
     with pytest.raises(ValueError, match="have room for"):
         spread(free, GPU, 2)
+
+
+def test_stages_wait_until_the_last_replica_has_given_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"a": {"CPU": 3.0}, "b": {"CPU": 3.0}}
+    views = [whole, {"a": {"CPU": 3.0}, "b": {}}, {"a": {"CPU": 3.0}, "b": {"CPU": 1.0}}, whole]
+    monkeypatch.setattr(ray_nodes, "available_resources_per_node", lambda: views.pop(0))
+    monkeypatch.setattr(ray_nodes, "_alive", lambda: ["a", "b"])
+    monkeypatch.setattr(ray_nodes.time, "sleep", lambda s: None)
+    nodes, config = Nodes(), Config(model="m", device="cpu", pp=2)
+    assert nodes.stages(config) == ["a", "b"]
+    assert nodes.stages(config) == ["a", "b"]
+    assert not views
+
+
+def test_the_control_actor_has_room_beside_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_nodes, "available_resources_per_node", lambda: {"a": {"CPU": 2.0}, "b": {"CPU": 2.0}})
+    monkeypatch.setattr(ray_nodes, "_alive", lambda: ["a", "b"])
+    assert Nodes().stages(Config(model="m", device="cpu", pp=2)) == ["a", "b"]
+    monkeypatch.setattr(ray_nodes, "FREE_S", 0.0)
+    with pytest.raises(ValueError, match="have room for"):
+        Nodes().stages(Config(model="m", device="cpu", pp=4))
 
 
 def test_options_without_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,10 @@ def test_stages_that_are_full_leave_no_bubble():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SCHEDULES, "offline"])
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "uniform" else pytest.param(name, marks=pytest.mark.bench) for name in [*SCHEDULES, "offline"]],
+)
 def test_every_request_gets_every_token_in_order(name):
     requests = documents(5, 4.0)
     result = run(requests, name, sockets(), 2048, slo_s=0.25, kv_tokens=50_000)
@@ -127,6 +130,7 @@ def test_it_can_end_early():
     assert 3.0 < result.seconds <= 4.0
 
 
+@pytest.mark.bench
 @pytest.mark.slow
 def test_uniform_micro_batches_halve_the_bubble_within_the_objective():
     """A 70B model in four stages over sockets, with long prompts, near what it can carry."""
@@ -139,6 +143,7 @@ def test_uniform_micro_batches_halve_the_bubble_within_the_objective():
     assert ours.quantile("ttft", 0.5) < theirs.quantile("ttft", 0.5)
 
 
+@pytest.mark.bench
 @pytest.mark.slow
 def test_decodes_alone_keep_every_stage_busy():
     requests = [Request(i, 0.0, 500, 200) for i in range(128)]
@@ -146,6 +151,7 @@ def test_decodes_alone_keep_every_stage_busy():
     assert result.meter.bubble() < 0.05
 
 
+@pytest.mark.bench
 @pytest.mark.slow
 def test_a_model_of_measured_costs_stands_for_the_stage():
     """Calibration: a model learned on one workload predicts the time of another."""
@@ -193,6 +199,7 @@ def test_when_a_step_has_been_through():
     assert ahead.free_s(2.5) == 0.0
 
 
+@pytest.mark.bench
 @pytest.mark.slow
 def test_the_models_of_the_stages_learn_as_they_run():
     models = [CostModel(lambda shape: 3.0 * STAGES[0].seconds(shape)) for _ in STAGES]
@@ -202,6 +209,7 @@ def test_the_models_of_the_stages_learn_as_they_run():
     assert models[0].predict(shape) == pytest.approx(STAGES[0].seconds(shape), rel=0.06)
 
 
+@pytest.mark.bench
 @pytest.mark.slow
 def test_jobs_end_sooner_when_prompts_are_spread_over_decodes():
     """Longest outputs first: as many rounds as the longest has tokens. Stages that read weights for few tokens."""

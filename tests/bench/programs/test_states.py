@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from bench.programs import states
 
 
+@pytest.mark.bench
 def test_all_states_live_at_once_and_get_their_own_answers(tmp_path, capsys):
     assert states.main(["--states", "20", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "programs.states.json").read_text())
