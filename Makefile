@@ -24,24 +24,26 @@ serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 # Tests with Ray mostly wait, so the others run beside them.
 test: env lint check-docs model  ## everything that CI runs
 	@$(MAKE) --no-print-directory --jobs 3 types computing serving
-	@$(BIN)/python -m tests.bench.passed || $(MAKE) --no-print-directory test-bench
+	@$(BIN)/python -m tests.passed benchmarks || $(MAKE) --no-print-directory test-bench
+	@$(BIN)/python -m tests.passed rehearsals || $(MAKE) --no-print-directory rehearse
 
 quick: env  ## the tests that are quick, for the inner loop: neither Ray nor real processes, models and GPUs
 	$(PYTEST_ALL_CORES) -m "not ray and not slow and not bench and not gpu"
 
 test-bench: env model  ## the benchmarks from end to end; `make test` runs them when they have changed
 	$(BIN)/pytest -m bench
-	$(BIN)/python -m tests.bench.passed --write
+	$(BIN)/python -m tests.passed benchmarks --write
 
 nightly: env model  ## what CI runs a part of: all families in stages and on ranks, all modes with the real model
 	SHOAL_NIGHTLY=1 $(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu" $(NIGHTLY)
-	$(BIN)/pytest -m bench
+	$(BIN)/pytest -m "bench or rehearsal"
 
 fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, 100,000 generated answers, and more
 	SHOAL_FUZZ=1000 SHOAL_FUZZ_ANSWERS=100000 $(BIN)/pytest tests/server/test_fuzz.py tests/router/formats/test_lexer.py
 
-rehearse: env  ## ray up and the chart, on hosts that are namespaces: as root, with sshd; some 13 minutes
+rehearse: env  ## ray up and the chart, on hosts that are namespaces; `make test` runs it when they have changed
 	$(BIN)/pytest -m rehearsal
+	$(BIN)/python -m tests.passed rehearsals --write
 
 mutants: env  ## how many of fifty seeded faults the tests find: --tree measures another checkout, as ARGS
 	$(BIN)/python -m tests.mutants $(ARGS)
