@@ -44,7 +44,11 @@ if ! grep -q '^ops:' "$root/etc/passwd"; then
     echo 'ops:*:19000:0:99999:7:::' >> "$root/etc/shadow"
 fi
 for each in "$(readlink -f "$python")" "$python"; do # whose folders may be another user's own
-    while each=$(dirname "$each") && test "$each" != /; do test ! -e "$root$each" || chmod o+rx "$root$each"; done
+    while each=$(dirname "$each") && test "$each" != /; do
+        # What is shown cannot be changed, and need not be where all may read it.
+        mode=$(stat -c %a "$root$each" 2> /dev/null) || continue
+        (((0$mode & 5) == 5)) || chmod o+rx "$root$each"
+    done
 done
 cp "$folder/authorized_keys" "$root/home/ops/.ssh/authorized_keys"
 chmod 700 "$root/home/ops/.ssh"
