@@ -20,7 +20,8 @@ from tests.deploy.rehearsal import PROMPT, command, made_model, shown, step_s, u
 from tests.deploy.streams import Clients, Stream
 
 STREAM_S = 60.0
-BY_LOGINS = {"var/log/lastlog", "var/log/wtmp", "var/log/btmp"}
+# What others leave: logins, the system's journal, and the cache of the library that draws the benchmark's plots.
+OTHERS = ("var/log/lastlog", "var/log/wtmp", "var/log/btmp", "var/log/journal/", "home/ops/.cache/matplotlib/")
 SERVE = "http://127.0.0.1:8265/api/serve/applications/"  # on the head
 SETTINGS = "cluster/ray/shoal.yaml"
 PIPELINE = "--model tiny --layouts pp2 --schedules uniform --traffic '' --jobs mini_half --shrink 64"
@@ -217,8 +218,8 @@ def rehearse(r: Rehearsal) -> Figures:
     assert done.returncode == 0, done.stdout[-5000:]
     for host in r.net.hosts:
         left = [*host.processes().values(), *map(str, host.ports())]
-        new = (host.files() | host.volatile()) - before[host.name] - BY_LOGINS
-        left += [each for each in new if not each.startswith("var/log/journal/")]
+        new = (host.files() | host.volatile()) - before[host.name]
+        left += [each for each in new if not each.startswith(OTHERS)]
         r.figures.left += [f"{host.name}: {each}" for each in left]
     r.say("ray down")
     return r.figures
