@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store
-
 from worker.config import WorkerConfig
 from worker.engine.engine import load_components
 from worker.engine.server import Server
@@ -14,9 +12,10 @@ from worker.executor.executor import Executor
 from worker.executor.launch import open_executor
 from worker.executor.multi_rank import MultiRankExecutor
 from worker.folders import cache_folder
+from worker.parallel.rank_store import RankStore
 
 
-def open_server(folder: Path, config: WorkerConfig, host: str, store: Store | None = None) -> Server:
+def open_server(folder: Path, config: WorkerConfig, host: str, store: RankStore | None = None) -> Server:
     """Loads the model of `folder` and binds to a free port of `host`. This process becomes the leading rank. `store`:
     where the other ranks of the replica come; without one they are started here. Raises the errors of the model's
     folder, the weights or the device."""
