@@ -11,6 +11,7 @@ from cluster import log_lines
 from cluster.config import ReplicaConfig
 from cluster.log_lines import LogFormat
 from cluster.models import resolve, with_draft_folder
+from cluster.plane import cluster_secret
 from worker.folders import cache_folder
 from worker.progress import NewestSteps, WorkProgress
 from worker.spinning import limit_spinning
@@ -83,7 +84,7 @@ class Rank:
                 folder, config, rank, find_store(meeting), gemm_folder=cache_folder() / "gemm"
             )
             return {}
-        self._loop = self._server = open_server(folder, config, _host(config), self._store)
+        self._loop = self._server = open_server(folder, config, _host(config), cluster_secret(), self._store)
         return published(self._server)
 
     def observed(self) -> tuple[Any, Any, int]:

@@ -26,6 +26,7 @@ from worker.sparse_log import SparseLog
 log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
+REPLICA, ROUTER = "replica", "router"  # kinds
 HANDSHAKE_MS = 10_000  # how long a stranger may hold a connection
 _DOMAIN = b"shoal"
 _ZAP = "inproc://zeromq.zap.01"  # https://rfc.zeromq.org/spec/27

@@ -18,9 +18,11 @@ from bench.pipeline.layout import ParallelLayout, Setting
 from bench.replica import dummy_models, link_speed
 from cluster import local
 from cluster.config import Config
+from cluster.plane import cluster_secret
 from cluster.replica import bundles, start_ranks
 from pipeline.cost import CostModel
 from pipeline.meter import Meter
+from worker.curve import REPLICA, Curve
 from worker.messages import Abort, Generate, Output, Outputs, decode_from_replica, encode
 
 if TYPE_CHECKING:
@@ -174,6 +176,7 @@ class Remote:
         self._leader = leader
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
+        Curve(cluster_secret(), REPLICA).calls(self._socket)
         self._socket.connect(address)
         self.kv_tokens = ray.get(leader.observed.remote())[2]
 

@@ -24,11 +24,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 import zmq
 
 from pipeline.meter import Span

@@ -1,5 +1,5 @@
-"""The store in which the ranks of a replica meet. PyTorch's own, TCPStore, answers everybody; this one answers those who
-have the secret of its `Meeting`.
+"""The store in which the ranks of a replica meet. PyTorch's own, TCPStore, answers everybody; this one answers those
+who have the secret of its `Meeting`.
 
     NCCL, gloo, Rendezvous ── torch.distributed.Store ──▶ RankStore ── ZeroMQ, CURVE ──▶ StoreServer (a thread)
 
@@ -196,7 +196,7 @@ class RankStore(dist.Store):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def deleteKey(self, key: str) -> bool:  # noqa: N802  # C++ calls it by this name
+    def deleteKey(self, key: str) -> bool:  # C++ calls it by this name
         return bool(self._ask("delete", key))
 
     def has_extended_api(self) -> bool:
