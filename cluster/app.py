@@ -32,6 +32,7 @@ from cluster.followed_config import unscaled, unscaled_deployment
 from cluster.hang import end_if_stuck
 from cluster.joined import NODE_SHARE
 from cluster.models import resolve
+from cluster.plane import cluster_secret
 from cluster.replica import CONTROL_CPUS, STOP_S, Replica, bundles
 from cluster.request_router import ServePlacer, listen
 from cluster.scaling import Scaling
@@ -235,6 +236,7 @@ def _open(config: DeploymentConfig, handle: DeploymentHandle, metrics: Metrics, 
         folder,
         metrics,
         lambda fleet, replicas: ServePlacer(handle, fleet, replicas, wait_s),
+        cluster_secret(),
         peer_host=ray.util.get_node_ip_address(),
         drain_s=drain_s,
     )

@@ -27,6 +27,7 @@ from router.metrics import Metrics
 from router.programs import Home
 from router.replicas import Replicas
 from worker.config import WorkerConfig
+from worker.curve import SECRET_BYTES
 
 Answer = TypeVar("Answer")
 
@@ -105,12 +106,13 @@ class InProcessServer:
         (named,) = config.deployments
         self.config = deployment = with_draft_folder(named.model_copy(update={"model": str(folder)}))
         metrics = Metrics()
+        secret = os.urandom(SECRET_BYTES)
 
         def make_placer(fleet: Fleet, replicas: Replicas) -> OneReplicaPlacer:
             self._placer = OneReplicaPlacer(fleet, replicas, deployment.replica_wait_s)
             return self._placer
 
-        self._service = open_service(deployment, folder, metrics, make_placer)
+        self._service = open_service(deployment, folder, metrics, make_placer, secret)
         self._models = open_models(config, {deployment.name: self._service}, metrics)
         self.model = self._service.model
         self.transport = AsgiTransport(create_app(self._models), self.submit)
@@ -121,7 +123,7 @@ class InProcessServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()
-        self._replica = ReplicaProcess(deployment, self._lose)
+        self._replica = ReplicaProcess(deployment, secret, self._lose)
         try:
             self._connect(self._replica.wait(config.start_timeout_s))
         except BaseException:

@@ -11,16 +11,16 @@ from cluster import log_lines
 from cluster.config import ReplicaConfig
 from cluster.log_lines import LogFormat
 from cluster.models import resolve, with_draft_folder
+from cluster.plane import cluster_secret
 from worker.folders import cache_folder
 from worker.progress import NewestSteps, WorkProgress
 from worker.spinning import limit_spinning
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
     from worker.engine.engine import Engine
     from worker.engine.server import Server
     from worker.executor.multi_rank import Follower
+    from worker.parallel.rank_store import Meeting, RankStore
 
 
 class Pulse(NamedTuple):
@@ -49,23 +49,23 @@ class Rank:
         self._loop: Server | Follower | None = None
         self._server: Server | None = None  # the same object, on the leading rank
         self._follower: Follower | None = None  # on the others
-        self._store: Store | None = None
+        self._store: RankStore | None = None
 
     def write_logs(self, log_format: LogFormat, replica: str, rank: int) -> None:
         """Lets this process write its log in this form, with the replica's id and the rank in every line."""
         log_lines.set_up(log_format, replica=replica, rank=rank)
 
-    def open(self, config: ReplicaConfig) -> str | None:
-        """Returns the address where all ranks will meet; None for a replica of one rank. Called on the leading rank,
+    def open(self, config: ReplicaConfig) -> "Meeting | None":
+        """Returns where all ranks will meet; None for a replica of one rank. Called on the leading rank,
         before any rank loads."""
         if config.num_ranks == 1:
             return None
-        from worker.executor.multi_rank import open_store  # imports torch, which the control actor must not
+        from worker.parallel.rank_store import open_store  # imports torch, which the control actor must not
 
-        self._store, address = open_store(_host(config))
-        return address
+        self._store, meeting = open_store(_host(config))
+        return meeting
 
-    def load(self, config: ReplicaConfig, rank: int = 0, meeting: str | None = None) -> dict[str, Any]:
+    def load(self, config: ReplicaConfig, rank: int = 0, meeting: "Meeting | None" = None) -> dict[str, Any]:
         """Gets the model onto this node if it is missing, loads this rank's part together with the other ranks, and
         binds. `meeting` is what `open` returned on the leading rank. Raises the errors of the model's folder, the
         weights or the device.
@@ -73,7 +73,8 @@ class Rank:
         The leading rank returns what routers must know (`cluster.replica_server.published`), other ranks an empty dict.
         """
         from cluster.replica_server import open_server, published
-        from worker.executor.multi_rank import Follower, find_store
+        from worker.executor.multi_rank import Follower
+        from worker.parallel.rank_store import find_store
 
         folder: Path = resolve(config.model, weights=config.load_format != "dummy", dequantize=config.dequantize)
         config = with_draft_folder(config)
@@ -83,7 +84,7 @@ class Rank:
                 folder, config, rank, find_store(meeting), gemm_folder=cache_folder() / "gemm"
             )
             return {}
-        self._loop = self._server = open_server(folder, config, _host(config), self._store)
+        self._loop = self._server = open_server(folder, config, _host(config), cluster_secret(), self._store)
         return published(self._server)
 
     def observed(self) -> tuple[Any, Any, int]:

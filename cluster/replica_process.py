@@ -45,9 +45,11 @@ class ReplicaEnded(RuntimeError):
 
 
 class _ReplicaSpec(msgspec.Struct):
-    """All that a new process needs to become a replica: the model's folder, and the settings of `WorkerConfig`."""
+    """All that a new process needs to become a replica: the model's folder, the secret of its socket, and the settings
+    of `WorkerConfig`."""
 
     model: str
+    secret: bytes
     settings: dict[str, Any]
 
 
@@ -61,9 +63,9 @@ class _Report(msgspec.Struct, omit_defaults=True):
 class ReplicaProcess:
     """A replica as a child process of this one."""
 
-    def __init__(self, config: ReplicaConfig, on_end: Callable[[str], None]) -> None:
-        """Starts the process; `config.model` is a folder. `on_end` is called from another thread, with the reason, when
-        the process has ended before `close`."""
+    def __init__(self, config: ReplicaConfig, secret: bytes, on_end: Callable[[str], None]) -> None:
+        """Starts the process; `config.model` is a folder, `secret` that of its router. `on_end` is called from another
+        thread, with the reason, when the process has ended before `close`."""
         self._on_end = on_end
         self._ready: Future[dict[str, Any]] = Future()
         self._process: subprocess.Popen[bytes] | None = None
@@ -71,7 +73,7 @@ class ReplicaProcess:
         self._started = threading.Event()
         # Only what is set: a GPU has defaults of its own for the rest.
         settings = config.model_dump(include={*WorkerConfig.model_fields}, exclude_unset=True)
-        self._spec = msgspec.json.encode(_ReplicaSpec(config.model, settings)) + b"\n"
+        self._spec = msgspec.json.encode(_ReplicaSpec(config.model, secret, settings)) + b"\n"
         # The kernel ties the child to the thread that starts it, which therefore stays until the child has ended.
         self._thread = threading.Thread(target=self._attend, name="replica", daemon=True)
         self._thread.start()
@@ -188,7 +190,7 @@ def _serve(spec: _ReplicaSpec, pipe: IO[bytes]) -> int:
     config = WorkerConfig(**spec.settings)
     device, _ = resolve_device(config)
     config = config.model_copy(update={"device": device.type})
-    server = open_server(Path(spec.model), config, HOST)
+    server = open_server(Path(spec.model), config, HOST, spec.secret)
     _report(pipe, _Report(ready=published(server)))
     threading.Thread(target=_attend, args=(server, pipe), daemon=True).start()
     server.run()

@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store
-
 from worker.config import WorkerConfig
 from worker.engine.engine import load_components
 from worker.engine.server import Server
@@ -14,12 +12,13 @@ from worker.executor.executor import Executor
 from worker.executor.launch import open_executor
 from worker.executor.multi_rank import MultiRankExecutor
 from worker.folders import cache_folder
+from worker.parallel.rank_store import RankStore
 
 
-def open_server(folder: Path, config: WorkerConfig, host: str, store: Store | None = None) -> Server:
-    """Loads the model of `folder` and binds to a free port of `host`. This process becomes the leading rank. `store`:
-    where the other ranks of the replica come; without one they are started here. Raises the errors of the model's
-    folder, the weights or the device."""
+def open_server(folder: Path, config: WorkerConfig, host: str, secret: bytes, store: RankStore | None = None) -> Server:
+    """Loads the model of `folder` and binds to a free port of `host`. This process becomes the leading rank. `secret`:
+    that of the routers. `store`: where the other ranks of the replica come; without one they are started here. Raises
+    the errors of the model's folder, the weights or the device."""
     caches = cache_folder()
     gemm_folder = caches / "gemm"
     opened: Callable[..., Executor] = partial(open_executor, gemm_folder=gemm_folder)
@@ -32,7 +31,7 @@ def open_server(folder: Path, config: WorkerConfig, host: str, store: Store | No
         length_folder=caches / "lengths",
         grammar_folder=caches / "grammars",
     )
-    return Server(folder, config, host=host, load=load)
+    return Server(folder, config, host=host, secret=secret, load=load)
 
 
 def published(server: Server) -> dict[str, Any]:

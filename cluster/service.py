@@ -30,15 +30,16 @@ def open_service(
     folder: Path,
     metrics: Metrics,
     placer: Callable[[Fleet, Replicas], Placer],
+    secret: bytes,
     peer_host: str | None = None,
     drain_s: float | None = None,
 ) -> Service:
-    """Makes the service for the model in `folder`, which needs no weights. `placer` makes its placer. `peer_host`,
-    `drain_s`: as `Replicas` has them. Raises ValueError for a broken `generation_config.json`, or for files about
-    embeddings that are not supported."""
+    """Makes the service for the model in `folder`, which needs no weights. `placer` makes its placer. `secret`,
+    `peer_host`, `drain_s`: as `Replicas` has them. Raises ValueError for a broken `generation_config.json`, or for
+    files about embeddings that are not supported."""
     fleet = Fleet(config.placement)
     model_metrics = metrics.model(config.name)
-    replicas = Replicas(fleet, model_metrics, peer_host, drain_s)
+    replicas = Replicas(fleet, model_metrics, secret, peer_host, drain_s)
     defaults = sampling_defaults(config.model, folder, config.sampling_defaults)
     for problem in defaults.problems:
         log.warning("%s", problem)

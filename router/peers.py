@@ -21,12 +21,15 @@ import zmq.asyncio
 from router.fleet import Fleet
 from router.known_replica import PeerBooking
 from router.prefix_reuse import PrefixReuse, Reuse
+from worker.curve import ROUTER, Curve, Door
 from worker.messages import PROTOCOL, Subscribe
+from worker.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
 MOST_UNSENT = 10_000  # bookings that wait for one router, before newer ones are dropped: about 10 MB
 REUSE_EVERY_S = 1.0
+MOST_HEARD_BYTES = 1 << 10  # of a frame: others only subscribe
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -43,13 +46,15 @@ _decoder = msgspec.msgpack.Decoder(PeerBooking | PeerReuse)
 class Peers:
     """The other routers of one model's replicas. One event loop uses it, from `start` to `close`."""
 
-    def __init__(self, fleet: Fleet, host: str, reuse: PrefixReuse) -> None:
+    def __init__(self, fleet: Fleet, host: str, reuse: PrefixReuse, secret: bytes) -> None:
         """`host`: an address of this machine that the machines of the other routers can reach. `reuse`: of the
-        model."""
+        model. `secret`: that of the other routers."""
         self._fleet = fleet
         self._reuse = reuse
         self._telling: asyncio.Task[None] | None = None
         self._host = host
+        self._curve = Curve(secret, ROUTER)
+        self._odd = SparseLog(log)
         self.name = fleet.name = secrets.token_hex(8)
         self.address = ""
         self._told: dict[str, dict[str, str]] = {}  # by replica: the routers that it knows, with their addresses
@@ -57,11 +62,17 @@ class Peers:
         self._context: zmq.asyncio.Context | None = None
 
     def start(self, context: zmq.asyncio.Context) -> None:
-        """Binds to a free port. Raises zmq.ZMQError if `host` is no address of this machine."""
+        """Binds to a free port; nothing else listens in `context`. Raises zmq.ZMQError if `host` is no address of this
+        machine."""
         self._context = context
         self._out = context.socket(zmq.PUB)
         self._out.setsockopt(zmq.SNDHWM, MOST_UNSENT)
-        self._out.bind(f"tcp://{self._host}:*")
+        self._door = Door(context, self._curve, {self._out: MOST_HEARD_BYTES})
+        try:
+            self._out.bind(f"tcp://{self._host}:*")
+        except zmq.ZMQError:
+            self._close_out()
+            raise
         self.address = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
         self._fleet.on_booking = self._tell
         self._telling = asyncio.get_running_loop().create_task(self._tell_reuse())
@@ -75,6 +86,10 @@ class Peers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._close_out()
+
+    def _close_out(self) -> None:
+        self._door.close()
         self._out.close(linger=0)
 
     @property
@@ -117,6 +132,7 @@ class Peers:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, MOST_UNSENT)
             socket.setsockopt(zmq.SUBSCRIBE, b"")
+            self._curve.calls(socket)
             try:
                 socket.connect(address)
             except zmq.ZMQError as error:
@@ -130,4 +146,4 @@ class Peers:
                     else:
                         self._reuse.hear(message.router, message.reuse)
                 except (msgspec.DecodeError, ValueError) as error:
-                    log.warning("another router told what is no message: %s", error)
+                    self._odd.warning("another router told what is no message: %s", error)

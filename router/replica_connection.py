@@ -22,6 +22,7 @@ from router.fleet import Fleet
 from router.metrics import ModelMetrics
 from router.peers import Peers
 from router.replica_stream import ReaderTooSlow, ReplicaLost, ReplicaStream
+from worker.curve import Curve
 from worker.messages import (
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
@@ -93,10 +94,12 @@ class ReplicaConnection:
         metrics: ModelMetrics,
         peers: Peers | None,
         large: asyncio.Lock,
+        curve: Curve,
         on_usage: Callable[[UsageReport], None],
         on_adapters: Callable[[AdapterChange], None],
     ) -> None:
-        """`large`: held while a large frame is handled, by one of all connections at a time."""
+        """`large`: held while a large frame is handled, by one of all connections at a time. `curve`: the keys that
+        replicas admit."""
         self.replica_id = replica_id
         self._large = large
         self._peers = peers
@@ -122,6 +125,7 @@ class ReplicaConnection:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_S * 1000))
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MAX_S * 1000))
+        curve.calls(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
 
     async def run(self, changed: Callable[[], None]) -> float | None:

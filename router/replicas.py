@@ -20,6 +20,7 @@ from router.metrics import ModelMetrics
 from router.peers import Peers
 from router.replica_connection import LOOK_EVERY_S, ReplicaConnection
 from router.replica_stream import ReplicaLost, ReplicaStream
+from worker.curve import REPLICA, Curve
 from worker.messages import AdapterChange, Flush, FromRouter, Generate, ReplicaLoad, UsageReport
 
 log = logging.getLogger(__name__)
@@ -33,14 +34,20 @@ class Replicas:
     `start`. `on_usage`: called with the reports of other routers."""
 
     def __init__(
-        self, fleet: Fleet, metrics: ModelMetrics, peer_host: str | None = None, drain_s: float | None = None
+        self,
+        fleet: Fleet,
+        metrics: ModelMetrics,
+        secret: bytes,
+        peer_host: str | None = None,
+        drain_s: float | None = None,
     ) -> None:
-        """`peer_host`: an address of this machine at which other routers of the same replicas can hear of bookings.
-        None: there are no others. `drain_s`: how long, in seconds, a replica that is taken away may keep its streams.
-        None: they go on elsewhere at once."""
+        """`secret`: that of the replicas and of the other routers (`worker.curve`). `peer_host`: an address of this
+        machine at which other routers of the same replicas can hear of bookings. None: there are no others. `drain_s`:
+        how long, in seconds, a replica that is taken away may keep its streams. None: they go on elsewhere at once."""
         self._fleet = fleet
-        self._peers = None if peer_host is None else Peers(fleet, peer_host, metrics.reuse)
+        self._peers = None if peer_host is None else Peers(fleet, peer_host, metrics.reuse, secret)
         self._metrics = metrics
+        self._curve = Curve(secret, REPLICA)
         self._addresses: dict[str, str] = {}
         self._connections: dict[str, ReplicaConnection] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # each is named after the replica's address
@@ -219,6 +226,7 @@ class Replicas:
                 self._metrics,
                 self._peers,
                 self._large,
+                self._curve,
                 lambda report: self.on_usage(report),
                 lambda change: self.on_adapters(change),
             )

@@ -47,6 +47,8 @@ HEARTBEAT_TIMEOUT_MS = 2000
 # A replica says something to every router that has subscribed at least this often: its load while it is idle, empty
 # `Outputs` in the middle of a step.
 BEAT_S = 1.0
+# Of a frame that a replica takes from a router: several times what a body of 8 MiB becomes.
+MOST_BYTES = 1 << 26
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):

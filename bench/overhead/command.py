@@ -39,7 +39,9 @@ from bench.load.options import count, positive
 from bench.replica import dummy_models
 from bench.replica.server_process import ServerFailed, end, sigterm_raises
 from bench.results import Figure
+from bench.secret import SECRET
 from shoal.help import Parser
+from worker.curve import REPLICA, Curve
 from worker.messages import Generate, Outputs, SamplingParams, decode_from_replica, encode
 
 MODEL = "tiny"
@@ -149,6 +151,7 @@ async def first_tokens(url: str, address: str, rounds: int, first: int) -> tuple
     """Times to the first token, in seconds: through the router, and of a client that speaks ZeroMQ with the replica."""
     client = HttpClient(url)
     socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    Curve(SECRET, REPLICA).calls(socket)
     socket.connect(address)
     routed, direct = [], []
     try:

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from bench.secret import SECRET
+from worker.curve import REPLICA, Curve, Door
 from worker.messages import (
     BEAT_S,
+    MOST_BYTES,
     PROTOCOL,
     Abort,
     CacheEvents,
@@ -113,8 +116,9 @@ def run(number: int, step_s: float) -> None:
     context = zmq.Context()
     poller = zmq.Poller()
     replicas: dict[zmq.Socket[bytes], PacedReplica] = {}
-    for index in range(number):
-        socket = context.socket(zmq.ROUTER)
+    sockets = [context.socket(zmq.ROUTER) for _ in range(number)]
+    Door(context, Curve(SECRET, REPLICA), dict.fromkeys(sockets, MOST_BYTES))
+    for index, socket in enumerate(sockets):
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.bind("tcp://127.0.0.1:*")
         poller.register(socket, zmq.POLLIN)

@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+from bench.secret import SECRET
 from cluster.config import load
 from cluster.replica_server import open_server
 
@@ -18,7 +19,7 @@ HOST = "127.0.0.1"
 def run(folder: Path, settings: str) -> None:
     """Serves the model in `folder` until the process ends."""
     config = load(overrides={"model": str(folder), "load_format": "dummy", **json.loads(settings)})
-    server = open_server(folder, config.deployments[0], HOST)
+    server = open_server(folder, config.deployments[0], HOST, SECRET)
     server.warm_up()
     print(server.address, flush=True)
     server.run()

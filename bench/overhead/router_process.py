@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvloop
 
+from bench.secret import SECRET
 from cluster.config import load
 from cluster.in_process import OneReplicaPlacer
 from cluster.service import open_models, open_service
@@ -27,7 +28,11 @@ async def run(folder: Path, addresses: list[str]) -> None:
     (deployment,) = config.deployments
     metrics = Metrics()
     service = open_service(
-        deployment, folder, metrics, lambda fleet, replicas: OneReplicaPlacer(fleet, replicas, config.replica_wait_s)
+        deployment,
+        folder,
+        metrics,
+        lambda fleet, replicas: OneReplicaPlacer(fleet, replicas, config.replica_wait_s),
+        SECRET,
     )
     models = open_models(config, {deployment.name: service}, metrics)
     service.replicas.set_replicas({f"r{number}": address for number, address in enumerate(addresses)})

@@ -29,7 +29,9 @@ from bench.overhead.command import MODEL, OUTPUT_TOKENS, HttpClient, child, cpu_
 from bench.replica import dummy_models
 from bench.replica.server_process import ServerFailed, sigterm_raises
 from bench.results import Figure
+from bench.secret import SECRET
 from shoal.help import Parser
+from worker.curve import REPLICA, Curve
 from worker.messages import Generate, Outputs, SamplingParams, decode_from_replica, encode
 
 ROUND_S = 300.0  # that a round may take
@@ -50,6 +52,7 @@ async def routed(url: str, streams: int, first: int) -> float:
 async def direct(address: str, streams: int, first: int) -> float:
     """Seconds that the same takes by ZeroMQ. Raises ServerFailed."""
     socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    Curve(SECRET, REPLICA).calls(socket)
     socket.connect(address)
     asked = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
     begun_s = time.perf_counter()

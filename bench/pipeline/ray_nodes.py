@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 import zmq
@@ -18,10 +18,15 @@ from bench.pipeline.layout import ParallelLayout, Setting
 from bench.replica import dummy_models, link_speed
 from cluster import local
 from cluster.config import Config
+from cluster.plane import cluster_secret
 from cluster.replica import bundles, start_ranks
 from pipeline.cost import CostModel
 from pipeline.meter import Meter
+from worker.curve import REPLICA, Curve
 from worker.messages import Abort, Generate, Output, Outputs, decode_from_replica, encode
+
+if TYPE_CHECKING:
+    from worker.parallel.rank_store import Meeting
 
 Result = TypeVar("Result")
 
@@ -124,8 +129,8 @@ class Nodes:
         free = available_resources_per_node()
         ends = [_End.options(**_on(node), num_gpus=need.get("GPU", 0)).remote() for node in spread(free, need, 2)]  # type: ignore[attr-defined]
         try:
-            address = ray.get(ends[0].open.remote())
-            found = ray.get([end.run.remote(rank, address, device) for rank, end in enumerate(ends)], timeout=START_S)
+            meeting = ray.get(ends[0].open.remote())
+            found = ray.get([end.run.remote(rank, meeting, device) for rank, end in enumerate(ends)], timeout=START_S)
         finally:
             for end in ends:
                 ray.kill(end)
@@ -146,14 +151,14 @@ class Nodes:
 class _End:
     """An end of a link."""
 
-    def open(self) -> str:
-        from worker.executor.multi_rank import open_store
+    def open(self) -> "Meeting":
+        from worker.parallel.rank_store import open_store
 
-        self._store, address = open_store(ray.util.get_node_ip_address())
-        return address
+        self._store, meeting = open_store(ray.util.get_node_ip_address())
+        return meeting
 
-    def run(self, rank: int, address: str, device: str) -> dict[int, float]:
-        return link_speed.one_end(rank, address, device)
+    def run(self, rank: int, meeting: "Meeting", device: str) -> dict[int, float]:
+        return link_speed.one_end(rank, meeting, device)
 
 
 def _alive() -> list[str]:
@@ -192,6 +197,7 @@ class Remote:
         self._leader = leader
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
+        Curve(cluster_secret(), REPLICA).calls(self._socket)
         self._socket.connect(address)
         self.kv_tokens = ray.get(leader.observed.remote())[2]
 

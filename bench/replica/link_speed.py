@@ -1,8 +1,8 @@
 """Speed of the links between pipeline stages: how fast activations pass from one process to another.
 
-`measure` starts the two ends of a link as processes:
+`measure` starts the two ends of a link as processes, which read from standard input where they meet:
 
-    python -m bench.replica.link_speed RANK ADDRESS DEVICE
+    python -m bench.replica.link_speed RANK DEVICE
 """
 
 import json
@@ -14,10 +14,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     import torch
 
     from worker.parallel.communicator import Communicator
+    from worker.parallel.rank_store import Meeting
 
 SIZES = (16 << 10, 256 << 10, 1 << 20, 16 << 20)  # bytes, from those of a few decodes to those of a large chunk
 ROUNDS = 12
@@ -48,16 +51,20 @@ def fit(seconds: dict[int, float]) -> Speed:
 def measure(device: str) -> Speed:
     """Measures the link between two new processes on this machine, each on a GPU of its own if `device` is "cuda".
     Raises RuntimeError if the processes fail or do not end in time."""
-    from worker.executor.multi_rank import open_store
+    from worker.parallel.rank_store import open_store
 
-    store, address = open_store()
+    store, meeting = open_store()
     command = [sys.executable, "-m", "bench.replica.link_speed"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     ends = [
-        subprocess.Popen([*command, str(rank), address, device], stdout=subprocess.PIPE, env=environment, text=True)
+        subprocess.Popen([*command, str(rank), device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         for rank in (0, 1)
     ]
     try:
+        for end in ends:
+            assert end.stdin is not None
+            end.stdin.write(msgspec.json.encode(meeting) + b"\n")
+            end.stdin.flush()
         said = [end.communicate(timeout=TIMEOUT_S)[0] for end in ends]
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"the two ends of a link did not end within {TIMEOUT_S:g} s") from None
@@ -71,18 +78,18 @@ def measure(device: str) -> Speed:
     return fit({int(size): seconds for size, seconds in json.loads(said[0].splitlines()[-1]).items()})
 
 
-def one_end(rank: int, address: str, device: str) -> dict[int, float]:
+def one_end(rank: int, meeting: "Meeting", device: str) -> dict[int, float]:
     """Seconds of half a round trip (median of ROUNDS) for each of SIZES. Both ranks, 0 and 1, must call this."""
     import torch
 
-    from worker.executor.multi_rank import find_store
     from worker.parallel.communicator import Communicator
+    from worker.parallel.rank_store import find_store
 
     place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(place)
         Communicator.set_nccl_buffers()
-    store = find_store(address)
+    store = find_store(meeting)
     there, back = (
         Communicator.pair(store, end, place, TIMEOUT_S, name) for end, name in ((rank, "there"), (1 - rank, "back"))
     )
@@ -114,4 +121,7 @@ def _round_trip(there: "Communicator", back: "Communicator", rank: int, x: "torc
 
 
 if __name__ == "__main__":
-    print(json.dumps(one_end(int(sys.argv[1]), sys.argv[2], sys.argv[3])), flush=True)
+    from worker.parallel.rank_store import Meeting
+
+    met = msgspec.json.decode(sys.stdin.buffer.readline(), type=Meeting)
+    print(json.dumps(one_end(int(sys.argv[1]), met, sys.argv[2])), flush=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from bench.replica.null_executor import NullExecutor
+from bench.secret import SECRET
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine
 from worker.executor.executor import ForwardOutput
@@ -104,7 +105,7 @@ def engine(pace: Pace | None = None) -> Engine:
 def main() -> None:
     from worker.engine.server import Server
 
-    server = Server(NOWHERE, CONFIG, load=load_components)
+    server = Server(NOWHERE, CONFIG, secret=SECRET, load=load_components)
     print(server.address, flush=True)
     server.run()
 

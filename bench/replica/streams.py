@@ -32,6 +32,7 @@ from bench.replica import dummy_models, mock_replica, over_http, replica
 from bench.replica.offline_workloads import JOBS, Job
 from bench.replica.server_process import ServerFailed, end
 from bench.results import Figure
+from bench.secret import SECRET
 from shoal.help import Parser
 
 FRONTS = ("listening", "proxied")
@@ -69,6 +70,7 @@ def front(kind: str, folder: Path, address: str, routers: int) -> Iterator[str]:
     end."""
     from cluster import app, local  # Ray takes seconds to import
     from cluster.config import load
+    from cluster.plane import cluster_secret
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -77,6 +79,7 @@ def front(kind: str, folder: Path, address: str, routers: int) -> Iterator[str]:
     scratch = local.make_folder()
     try:
         local.start(config, scratch)
+        cluster_secret(SECRET)
         _deploy(config, address, listening=kind == "listening")
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -11,6 +11,7 @@ from router.errors import NoReplica
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.replicas import Replicas
+from tests.plane import SECRET
 from worker.messages import ReplicaLoad
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +27,7 @@ class Known:
 
     def __init__(self, wait_s: float = 20.0) -> None:
         self.fleet, self.metrics = Fleet(), Metrics().model("m")
-        self.replicas = Replicas(self.fleet, self.metrics)
+        self.replicas = Replicas(self.fleet, self.metrics, SECRET)
         self.placer = OneReplicaPlacer(self.fleet, self.replicas, wait_s)
         self.fleet.join("0")
 

@@ -15,6 +15,7 @@ import pytest
 from cluster import replica_process
 from cluster.config import Config
 from cluster.replica_process import ReplicaEnded, ReplicaProcess, _attend
+from tests.plane import SECRET
 from worker.progress import WorkProgress
 
 WAIT_S = 20.0
@@ -96,7 +97,7 @@ def ended(code: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ReplicaProcess, "
     """A process that runs `code`, and the reason of its end."""
     run_instead(monkeypatch, code)
     reason: Future[str] = Future()
-    return ReplicaProcess(Config(), reason.set_result), reason
+    return ReplicaProcess(Config(), SECRET, reason.set_result), reason
 
 
 READY = """os.write(reports, b'{"ready": {"address": "here"}}\\n')\n"""
@@ -147,7 +148,7 @@ def test_a_process_that_does_not_end_or_load_is_killed(monkeypatch: pytest.Monke
 def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     reason: Future[str] = Future()
-    process = ReplicaProcess(Config(), reason.set_result)
+    process = ReplicaProcess(Config(), SECRET, reason.set_result)
     with pytest.raises(ReplicaEnded, match="/nowhere/python"):
         process.wait(WAIT_S)
     process.close()

@@ -31,7 +31,9 @@ from ray.util.placement_group import placement_group_table
 from cluster import replica as replica_module
 from cluster.config import Config
 from cluster.deployed import APP, targets
+from cluster.plane import cluster_secret
 from cluster.replica import Replica, ReplicaError, bundles, start_ranks
+from worker.curve import REPLICA, Curve
 from worker.engine.engine import Engine
 from worker.messages import (
     Farewell,
@@ -248,6 +250,7 @@ def asked_for(address: str, prompts: list[list[int]], sampling: SamplingParams) 
     """A connection to a replica, over which it was asked for all of these."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as replica:
         replica.linger = 0
+        Curve(cluster_secret(), REPLICA).calls(replica)
         replica.connect(address)
         for i, prompt in enumerate(prompts):
             replica.send(encode(Generate(request_id=str(i), prompt_ids=prompt, sampling=sampling)))

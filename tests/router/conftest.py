@@ -37,9 +37,12 @@ from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
 from router.tokenizer import Tokenizer
+from tests.plane import SECRET
 from tests.quick_http import local_socket
+from worker.curve import REPLICA, Curve, Door
 from worker.messages import (
     BEAT_S,
+    MOST_BYTES,
     PROTOCOL,
     Abort,
     CacheEvents,
@@ -288,14 +291,16 @@ class FakeReplica:
 
     def _rebind(self) -> None:
         self._poller.unregister(self._socket)
-        self._socket.close(0)
+        self._shut()
         self._running.clear()
         self._subscribers.clear()
         self._open(self.address)
 
     def _open(self, address: str) -> None:
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._outside = zmq.Context()
+        self._socket = self._outside.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._door = Door(self._outside, Curve(SECRET, REPLICA), {self._socket: MOST_BYTES})
         self._socket.setsockopt(zmq.SNDHWM, 0)  # at the mark, a ROUTER would drop what it cannot send
         while True:
             try:
@@ -306,6 +311,11 @@ class FakeReplica:
                     raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller.register(self._socket, zmq.POLLIN)
+
+    def _shut(self) -> None:
+        self._door.close()
+        self._socket.close(0)
+        self._outside.term()
 
     def _do(self, work: Callable[[], Any]) -> None:
         self._inbox.append(work)
@@ -338,8 +348,7 @@ class FakeReplica:
                 if self._alive:
                     self._step()
                 self._news.notify_all()
-        self._socket.close(0)
-        self._ear.close(0)
+        self._shut()
 
     def _take(self, identity: bytes, message: Generate | Abort | Subscribe) -> None:
         self.received.append(message)
@@ -547,7 +556,7 @@ def make_service(tokenizer: Tokenizer) -> Iterator[ServiceMaker]:
             for fake in fakes:
                 stack.callback(fake.die)
             fleet = Fleet("round_robin")
-            replicas = Replicas(fleet, metrics.model(name), drain_s=drain_s)
+            replicas = Replicas(fleet, metrics.model(name), SECRET, drain_s=drain_s)
             replicas.set_replicas({f"r{number}": fake.address for number, fake in enumerate(fakes)})
             return Service(
                 tokens,

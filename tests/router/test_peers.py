@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 import zmq.asyncio
@@ -11,6 +12,7 @@ from router.fleet import Fleet
 from router.known_replica import PEER_EXPIRES_S, PeerBooking
 from router.peers import Peers
 from router.prefix_reuse import PrefixReuse
+from tests.plane import SECRET
 from worker.messages import ReplicaLoad
 
 PROMPT = list(range(64))
@@ -85,10 +87,10 @@ def run(work: Callable[[list[Fleet], list[Peers]], object]) -> None:
 
     async def main() -> None:
         fleets = [fleet(name="") for _ in range(3)]
-        peers = [Peers(each, "127.0.0.1", PrefixReuse()) for each in fleets]
-        with zmq.asyncio.Context() as context:
+        peers = [Peers(each, "127.0.0.1", PrefixReuse(), SECRET) for each in fleets]
+        with ExitStack() as contexts:
             for each in peers:
-                each.start(context)
+                each.start(contexts.enter_context(zmq.asyncio.Context()))
             try:
                 await asyncio.wait_for(work(fleets, peers), 20)  # type: ignore[arg-type]
             finally:
@@ -159,6 +161,6 @@ def test_what_is_no_booking_is_passed_over() -> None:
 def test_a_host_that_is_not_this_machine_is_an_error() -> None:
     async def main() -> None:
         with zmq.asyncio.Context() as context, pytest.raises(zmq.ZMQError):
-            Peers(fleet(), "192.0.2.1", PrefixReuse()).start(context)
+            Peers(fleet(), "192.0.2.1", PrefixReuse(), SECRET).start(context)
 
     asyncio.run(main())

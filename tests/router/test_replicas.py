@@ -17,6 +17,7 @@ from router.fleet import Fleet
 from router.metrics import Metrics
 from router.replica_stream import ReplicaLost
 from router.replicas import Replicas
+from tests.plane import SECRET
 from worker.messages import (
     PROTOCOL,
     CacheEvents,
@@ -454,7 +455,7 @@ def test_closing_a_stream_aborts_it_only_while_it_runs(make_stack: Make, make_re
 
 def test_a_replica_that_is_not_there() -> None:
     async def run() -> None:
-        replicas = Replicas(Fleet(), Metrics().model("tiny"))
+        replicas = Replicas(Fleet(), Metrics().model("tiny"), SECRET)
         request = Generate(request_id="a", prompt_ids=[1], sampling=PARAMS)
         with pytest.raises(ReplicaLost, match="nobody"):
             replicas.generate("nobody", request)
@@ -475,7 +476,7 @@ def test_a_replica_hears_of_the_router_and_tells_the_router_of_others(make_repli
     fake = make_replica()
 
     async def run() -> None:
-        replicas = Replicas(Fleet(), Metrics().model("tiny"), peer_host="127.0.0.1")
+        replicas = Replicas(Fleet(), Metrics().model("tiny"), SECRET, peer_host="127.0.0.1")
         replicas.set_replicas({"a": fake.address})
         await replicas.start()
         while not replicas.ready:

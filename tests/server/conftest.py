@@ -30,6 +30,7 @@ from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
 from router.tokenizer import Tokenizer
+from tests.plane import SECRET
 from tests.quick_http import local_socket
 from worker.config import WorkerConfig
 
@@ -63,11 +64,13 @@ class Model:
     def __init__(self, name: str, folder: Path, metrics: Metrics, config: RouterConfig) -> None:
         settings = {"device": "cpu", "dtype": "float32", "kv_tokens": KV_TOKENS, "context_length": CONTEXT}
         limits = {"max_running": 24, "token_budget": 96, "cpu_threads": 1, "grammar_timeout_s": 5}
-        self.replica = worker.engine.server.Server(folder, WorkerConfig.model_validate(settings | limits))
+        self.replica = worker.engine.server.Server(
+            folder, WorkerConfig.model_validate(settings | limits), secret=SECRET
+        )
         self._thread = threading.Thread(target=self.replica.run, name="replica")
         self._thread.start()
         self.fleet = Fleet()
-        self.links = Replicas(self.fleet, metrics.model(name))
+        self.links = Replicas(self.fleet, metrics.model(name), SECRET)
         self.links.set_replicas({"r0": self.replica.address})
         tokenizer = Tokenizer.from_folder(folder)
         self.service = Service(

@@ -10,7 +10,8 @@ from tests.worker.conftest import without_grammars
 from tests.worker.references import settings
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine
-from worker.executor.multi_rank import Follower, MultiRankExecutor, find_store, open_store, other_ranks
+from worker.executor.multi_rank import Follower, MultiRankExecutor, other_ranks
+from worker.parallel.rank_store import find_store, open_store
 
 ENDS_S = 60
 
@@ -27,11 +28,11 @@ def pipeline(
     """An engine whose other ranks are threads, and stay when they have ended, as the actors around them do. `own_parts`
     are fields of `Components` in place of the usual ones; `change` makes others of those."""
     config = settings(**changes)
-    store, address = open_store()
+    store, meeting = open_store()
     kept: list[Follower] = []
 
     def follow(rank: int) -> None:
-        follower = Follower(folder, config, rank, find_store(address))
+        follower = Follower(folder, config, rank, find_store(meeting))
         kept.append(follower)
         follower.run()
 

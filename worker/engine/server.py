@@ -26,11 +26,13 @@ import zmq
 from radix.events import Event
 from radix.snapshot import SnapshotWalk
 from worker.config import WorkerConfig
+from worker.curve import REPLICA, Curve, Door
 from worker.engine.engine import Components, Engine, frozen_heap, load_components
 from worker.messages import (
     BEAT_S,
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
+    MOST_BYTES,
     PROTOCOL,
     Abort,
     Adapter,
@@ -56,6 +58,7 @@ from worker.messages import (
     work_together,
 )
 from worker.progress import WorkProgress
+from worker.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +95,12 @@ class Server:
         config: WorkerConfig,
         host: str = "127.0.0.1",
         *,
+        secret: bytes,
         load: Callable[[Path, WorkerConfig], Components] = load_components,
     ) -> None:
-        """Loads the model, then binds to a free port of `host`. `address` is the resulting ZeroMQ address. Raises
-        ValueError if `host` is no address of this machine, and the exceptions of `load`."""
+        """Loads the model, then binds to a free port of `host`. `address` is the resulting ZeroMQ address, and routers
+        are those who know `secret` (`worker.curve`). Raises ValueError if `host` is no address of this machine, and the
+        exceptions of `load`."""
         self._events: list[Event] = []
         self._next_event = 0  # number of the next event
         self.incarnation = os.urandom(8).hex()
@@ -126,12 +131,14 @@ class Server:
         self._probed_s = 0.0
         self._progress = 0  # of the loop, besides steps, which are counted apart
         self._is_idle = True  # whether the loop waits for something to do
+        self._odd_frames = SparseLog(log)
         self._context = zmq.Context()
+        self._socket = self._open()
+        self._door = Door(self._context, Curve(secret, REPLICA), {self._socket: MOST_BYTES})
         try:
-            self._socket = self._bind(host)
+            self._socket.bind(f"tcp://{host}:*")
         except zmq.ZMQError as error:
-            self.engine.close()
-            self._context.term()
+            self.close()
             raise ValueError(f"cannot listen on {host!r}: {error}; give an address of this machine") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -228,6 +235,7 @@ class Server:
         """Frees the port, the model and the grammar compiler's thread. Must not be called while another thread is in
         `run`."""
         if not self._socket.closed:
+            self._door.close()
             self._socket.close(linger=FLUSH_MS if self._has_said_leaving else 0)
             self._context.term()
             self.engine.close()
@@ -316,12 +324,12 @@ class Server:
             except zmq.Again:
                 return
             except ValueError:
-                log.warning("dropped a message that is not one frame")
+                self._odd_frames.warning("dropped a message that is not one frame")
                 continue
             try:
                 message = decode_from_router(frame)
             except msgspec.DecodeError as error:
-                log.warning("dropped a frame of %d bytes that is no message: %s", len(frame), error)
+                self._odd_frames.warning("dropped a frame of %d bytes that is no message: %s", len(frame), error)
                 continue
             self._handle(router, message)
 
@@ -551,7 +559,7 @@ class Server:
 
     # ------------------------------------------------------------ the socket
 
-    def _bind(self, host: str) -> zmq.Socket[bytes]:
+    def _open(self) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.set(zmq.SNDHWM, 0)
@@ -559,11 +567,6 @@ class Server:
         router.set(zmq.LINGER, 0)
         router.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         router.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        try:
-            router.bind(f"tcp://{host}:*")
-        except zmq.ZMQError:
-            router.close()
-            raise
         return router
 
     def _wake(self) -> None:

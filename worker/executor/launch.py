@@ -15,8 +15,9 @@ from worker.config import WorkerConfig
 from worker.executor.executor import Executor
 from worker.executor.gpu_defaults import resolve_device
 from worker.executor.model_runner import ModelRunner
-from worker.executor.multi_rank import Follower, MultiRankExecutor, end, find_store, open_store, other_ranks
+from worker.executor.multi_rank import Follower, MultiRankExecutor, end, other_ranks
 from worker.executor.weight_loader import Progress
+from worker.parallel.rank_store import Meeting, find_store, open_store
 from worker.spinning import limit_spinning
 
 # The machine's name for NCCL, which refuses two ranks on one GPU unless they seem to be on different machines.
@@ -54,11 +55,11 @@ def launch(
         os.environ[_MACHINE] = f"rank {config.leading_rank}"
     if device.type == "cpu" and config.cpu_threads is None:
         config = config.model_copy(update={"cpu_threads": max(1, (os.cpu_count() or 1) // ranks)})
-    store, address = open_store()
+    store, meeting = open_store()
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in other_ranks(config):
-            spec = _RankSpec(str(model), config.model_dump(mode="json"), rank, address)
+            spec = _RankSpec(str(model), config.model_dump(mode="json"), rank, meeting)
             processes.append(_start(spec, {_MACHINE: f"rank {rank}"} if shared else {}))
     except BaseException:
         for process in processes:
@@ -68,12 +69,12 @@ def launch(
 
 
 class _RankSpec(msgspec.Struct):
-    """All that a new process needs to become a rank: model folder, configuration, rank, the store's address."""
+    """All that a new process needs to become a rank: model folder, configuration, rank, where the ranks meet."""
 
     model: str
     config: dict[str, object]
     rank: int
-    address: str
+    meeting: Meeting
 
 
 def _start(spec: _RankSpec, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
@@ -104,7 +105,7 @@ def _main() -> None:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=_RankSpec)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     config = WorkerConfig.model_validate(spec.config)
-    Follower(Path(spec.model), config, spec.rank, find_store(spec.address)).run()
+    Follower(Path(spec.model), config, spec.rank, find_store(spec.meeting)).run()
 
 
 def _end_with_parent() -> None:

@@ -9,8 +9,9 @@
   other ranks well before it runs its own part of them.
 - Tokens whose values the host does not know yet are only on the leading rank's device. A step that needs them waits for
   them on the first stage.
-- Ranks find each other in a store, at an address that the leading rank's process publishes. A rank that fails leaves
-  the reason in the store.
+- Ranks find each other in a store (`worker.parallel.rank_store`). The leading rank's process opens it, and says where
+  it is and what secret admits to it; with the same secret followers get the plans. A rank that fails leaves the reason
+  in the store.
 """
 
 import logging
@@ -22,17 +23,15 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 import zmq
 
 from pipeline.meter import Span
 from worker.config import WorkerConfig
+from worker.curve import Curve, Door
 from worker.errors import RankLost, one_line
 from worker.executor.clock_sync import ClockStamp, ClockSync, host_id
 from worker.executor.executor import Executor, ForwardOutput
@@ -40,6 +39,7 @@ from worker.executor.gpu_defaults import resolve_device
 from worker.executor.model_runner import ModelRunner
 from worker.executor.weight_loader import Progress
 from worker.parallel.pipeline_stage import PipelineStage
+from worker.parallel.rank_store import CONNECT_S, RankStore
 from worker.parallel.rendezvous import Rendezvous
 from worker.progress import NewestSteps
 from worker.step import Plan, StepTime
@@ -47,7 +47,6 @@ from worker.step import Plan, StepTime
 log = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 0.2
-CONNECT_S = 30.0
 GRACE_S = 5.0  # how long a rank may take to end by itself
 # A follower that answers no heartbeat for so long counts as silent: it was stopped (SIGSTOP), or its host is gone.
 # ZeroMQ's own thread answers, which needs neither the GIL nor the device. So garbage collection, a library that holds
@@ -58,6 +57,9 @@ TELL_EVERY_MS = 2  # how often a follower without a plan checks whether its devi
 
 _END = b""
 _TIMES = "times"
+# Of frames: what a follower may send to the leading rank, which a stranger may announce too.
+NOTHING_BYTES, TIMES_BYTES = 1 << 10, 1 << 24
+KIND = "plans"
 _NOTE = (-1).to_bytes(8, "little", signed=True)  # begins a frame that is an `_AdapterNote`; a plan has its step there
 
 
@@ -73,22 +75,6 @@ class _StageTimes(msgspec.Struct, array_like=True):
 
     stamp: ClockStamp
     ran: list[StepTime]
-
-
-def open_store(host: str = "127.0.0.1") -> tuple[dist.Store, str]:
-    """Opens the store in which the ranks of one replica meet, on a free port of this machine. Returns the store and its
-    address; `host` is the address at which the other ranks reach this machine. The store ends with this process."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
-    return store, f"{host}:{store.port}"
-
-
-def find_store(address: str) -> dist.Store:
-    """Connects to the store that another process opened. Raises RankLost if there is no answer from the address."""
-    host, _, port = address.rpartition(":")
-    try:
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))
-    except RuntimeError as error:
-        raise RankLost(f"the leading rank does not answer at {address}: {error}") from error
 
 
 def other_ranks(config: WorkerConfig) -> list[int]:
@@ -107,7 +93,7 @@ class MultiRankExecutor(Executor):
         self,
         model: Path,
         config: WorkerConfig,
-        store: dist.Store,
+        store: RankStore,
         host: str = "127.0.0.1",
         progress: Progress | None = None,
         processes: "list[subprocess.Popen[bytes]] | None" = None,
@@ -131,14 +117,16 @@ class MultiRankExecutor(Executor):
         self._context = zmq.Context()
         self._rank = config.leading_rank
         self._longest_step_s = config.longest_step_s
-        self._followers = {rank: self._bind(host) for rank in other_ranks(config)}
+        self._store = store  # C++ calls it as long as there are groups
+        self._followers = {rank: self._follower() for rank in other_ranks(config)}
+        self._sending = threading.Lock()  # held by the thread that uses the followers' sockets
         self._silent: list[int] = []
-        self._monitors = {
-            rank: follower.get_monitor_socket(zmq.EVENT_DISCONNECTED) for rank, follower in self._followers.items()
-        }
         self._sent: deque[Plan] = deque()
         self._times = self._context.socket(zmq.PULL)
-        self._times.bind(f"tcp://{host}:*")
+        limits = dict.fromkeys(self._followers.values(), NOTHING_BYTES) | {self._times: TIMES_BYTES}
+        self._door = Door(self._context, Curve(store.secret, KIND), limits)
+        for socket in limits:
+            socket.bind(f"tcp://{host}:*")
         self._clocks = ClockSync()
         store.set(_TIMES, self._times.getsockopt_string(zmq.LAST_ENDPOINT))
         for rank, follower in self._followers.items():
@@ -251,9 +239,8 @@ class MultiRankExecutor(Executor):
             log.warning("leaving the other ranks: %s", self._loss(error))
         self._closing.set()
         self._watcher.join()
-        for follower, monitor in zip(self._followers.values(), self._monitors.values(), strict=True):
-            follower.disable_monitor()
-            monitor.close(linger=0)
+        self._door.close()
+        for follower in self._followers.values():
             follower.close(linger=int(GRACE_S * 1000) if self._lost is None else 0)
         for process in self._processes:
             end(process, GRACE_S if self._lost is None else 0)
@@ -261,20 +248,20 @@ class MultiRankExecutor(Executor):
         self._context.term()
         self._leaving.close()
 
-    def _bind(self, host: str) -> "zmq.Socket[bytes]":
+    def _follower(self) -> "zmq.Socket[bytes]":
         follower = self._context.socket(zmq.PUSH)
         follower.set(zmq.SNDHWM, 0)
         follower.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         follower.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
-        follower.bind(f"tcp://{host}:*")
         return follower
 
     def _send(self, frame: bytes) -> None:
-        for rank, follower in self._followers.items():
-            try:
-                follower.send(frame, zmq.NOBLOCK)  # the queue has no limit: a send blocks only without a peer
-            except zmq.Again:
-                raise RankLost(f"rank {rank} has gone") from None
+        with self._sending:
+            for rank, follower in self._followers.items():
+                try:
+                    follower.send(frame, zmq.NOBLOCK)  # the queue has no limit: a send blocks only without a peer
+                except zmq.Again:
+                    raise RankLost(f"rank {rank} has gone") from None
 
     def _send_note(self, note: "_AdapterNote") -> None:
         if self._lost is None:  # else the next plan says so
@@ -299,15 +286,14 @@ class MultiRankExecutor(Executor):
 
     # ------------------------------------------------------------ another thread
 
-    def _watch(self, store: Any) -> None:
+    def _watch(self, store: RankStore) -> None:
         """Watches for ranks that have failed, processes that have ended, and steps that do not end."""
-        # A separate connection to the store: requests of this thread must not wait for those of another.
-        replica = Rendezvous(store.clone(), self._rank, 1)
+        replica = Rendezvous(store, self._rank, 1)
         while not self._closing.wait(WATCH_EVERY_S):
-            for rank, monitor in self._monitors.items():
-                if monitor.poll(0):  # its connection has ended
-                    monitor.recv_multipart()
-                    self._silent.append(rank)
+            if self._is_ready:  # all have connected, and do so once
+                with self._sending:
+                    # Events of the sockets would tell less: strangers come and go there too.
+                    self._silent = [rank for rank, each in self._followers.items() if not each.poll(0, zmq.POLLOUT)]
             for rank, process in zip(self._followers, self._processes, strict=False):
                 if (status := process.poll()) is not None:
                     time.sleep(WATCH_EVERY_S)  # a reason from the rank itself comes first
@@ -346,7 +332,7 @@ class Follower:
         model: Path,
         config: WorkerConfig,
         rank: int,
-        store: dist.Store,
+        store: RankStore,
         progress: Progress | None = None,
         gemm_folder: Path | None = None,
     ) -> None:
@@ -357,7 +343,10 @@ class Follower:
         self._context = zmq.Context()
         self._plans = self._context.socket(zmq.PULL)
         self._plans.set(zmq.RCVHWM, 0)
+        self._plans.set(zmq.RECONNECT_IVL, -1)  # plans may have been lost: then the leading rank must notice it
         self._times = self._context.socket(zmq.PUSH)
+        for socket in (self._plans, self._times):
+            Curve(store.secret, KIND).calls(socket)
         self._host = host_id()
         self._came: list[tuple[int, float]] = []  # (step, time) of plans' arrivals that were not reported yet
         self._leaving = ExitStack()
@@ -438,7 +427,7 @@ class Follower:
         self._leaving.close()
 
 
-def _tell(store: dist.Store, rank: int, error: BaseException) -> str | None:
+def _tell(store: RankStore, rank: int, error: BaseException) -> str | None:
     """Leaves the reason of a rank's failure in the store and returns None. If another rank left a reason first, returns
     that one. Waits a little for such a reason if the error may come from a collective. Returns None for a RankLost."""
     if isinstance(error, RankLost):

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 
 from kernels.ops.norm import add_rms_norm
 from worker.parallel import custom_all_reduce
+from worker.parallel.rank_store import RankStore
 from worker.parallel.rendezvous import Rendezvous
 
 if TYPE_CHECKING:  # needs Triton
@@ -35,10 +37,11 @@ def own_address(store: dist.Store) -> str | None:
     """The address from which this machine reaches the store; None for a store without one."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
+    if not isinstance(store, RankStore):
         return None
-    with socket.socket(socket.AF_INET6 if ":" in store.host else socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((store.host, store.port))  # sends nothing
+    url = urlsplit(store.address)
+    with socket.socket(socket.AF_INET6 if ":" in str(url.hostname) else socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((url.hostname, url.port))  # sends nothing
         return str(way.getsockname()[0])
 
 

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bench.replica import link_speed
-from worker.executor.multi_rank import open_store
 from worker.parallel.communicator import LINK_CHUNK_BYTES
+from worker.parallel.rank_store import open_store
 
 
 def test_a_links_speed_is_a_line_through_its_times() -> None:
@@ -15,9 +15,9 @@ def test_a_links_speed_is_a_line_through_its_times() -> None:
 
 
 def test_two_ranks_time_what_passes_between_them() -> None:
-    store, address = open_store()
+    store, meeting = open_store()
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(link_speed.one_end, rank, address, "cpu") for rank in (0, 1)]
+        ends = [pool.submit(link_speed.one_end, rank, meeting, "cpu") for rank in (0, 1)]
         found = [end.result(60) for end in ends]
     del store
     assert found[0].keys() == found[1].keys() == set(link_speed.SIZES)

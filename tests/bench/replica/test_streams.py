@@ -16,6 +16,8 @@ from bench.replica import cpu_usage, mock_replica, over_http, replica, streams
 from bench.replica.mock_replica import MockExecutor, MockSampler, Pace
 from bench.replica.offline_workloads import JOBS
 from bench.replica.server_process import end
+from bench.secret import SECRET
+from worker.curve import REPLICA, Curve
 from worker.messages import Generate, Output, Outputs, SamplingParams, decode_from_replica, encode
 from worker.step import Chunk, Plan
 
@@ -95,6 +97,7 @@ def test_figures_are_of_what_stands_in_front() -> None:
 def test_it_answers_as_a_replica_does() -> None:
     with streams.silent_replica() as address, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
+        Curve(SECRET, REPLICA).calls(socket)
         socket.connect(address)
         socket.send(encode(Generate(request_id="a", prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4))))
         said: list[Output] = []

@@ -15,8 +15,10 @@ import zmq
 
 from radix.events import Saved, Stored
 from radix.index import PrefixIndex
+from tests.plane import SECRET, called
 from tests.radix.conftest import Listener
 from worker.config import WorkerConfig
+from worker.curve import REPLICA
 from worker.engine import server as module
 from worker.engine.server import Server
 from worker.errors import DeviceLost
@@ -57,7 +59,7 @@ class Router:
     def __init__(self, context: zmq.Context, address: str) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
-        self.socket.connect(address)
+        called(self.socket, address, REPLICA)
         self.outputs: dict[str, list[Output]] = {}
         self.loads: list[ReplicaLoad] = []
         self.events: list[CacheEvents] = []
@@ -119,7 +121,9 @@ class Running:
 
     def __init__(self, parts, **config) -> None:
         self.parts = parts
-        self.server = Server(Path("none"), WorkerConfig(page_size=parts.executor.page_size, **config), load=parts)
+        self.server = Server(
+            Path("none"), WorkerConfig(page_size=parts.executor.page_size, **config), secret=SECRET, load=parts
+        )
         self.context = zmq.Context()
         self.routers: list[Router] = []
         self.error: BaseException | None = None
@@ -798,5 +802,5 @@ def test_a_request_that_cannot_be_taken_is_answered(serve, monkeypatch):
 def test_a_host_that_is_not_here_is_an_error(fake_parts):
     parts = fake_parts()
     with pytest.raises(ValueError, match="cannot listen"):
-        Server(Path("none"), WorkerConfig(), host="192.0.2.1", load=parts)
+        Server(Path("none"), WorkerConfig(), host="192.0.2.1", secret=SECRET, load=parts)
     assert parts.grammars.closed

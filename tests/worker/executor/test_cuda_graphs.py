@@ -23,9 +23,10 @@ from worker.engine.engine import Components, Engine
 from worker.executor import window_cache
 from worker.executor.cuda_graphs import CudaGraphRunner, GraphKind, Progress
 from worker.executor.model_runner import ModelRunner
-from worker.executor.multi_rank import Follower, MultiRankExecutor, find_store, open_store
+from worker.executor.multi_rank import Follower, MultiRankExecutor
 from worker.executor.piecewise_graphs import PiecewiseGraphs
 from worker.messages import Adapter, SamplingParams
+from worker.parallel.rank_store import find_store, open_store
 
 NEW_TOKENS = 4
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
@@ -243,10 +244,10 @@ def test_pipeline(device: str, tiny_model: Callable[[str], Path], monkeypatch: p
     monkeypatch.setattr(TritonAttention, "attend_into", alone(TritonAttention.attend_into))
     monkeypatch.setattr(argmax, "greedy_argmax_into", alone(argmax.greedy_argmax_into))
     folder, config = tiny_model("qwen3"), configured(device, pp=3, token_budget=7, schedule="uniform")
-    store, address = open_store()
+    store, meeting = open_store()
 
     def follow(rank: int) -> Ran:
-        follower = Follower(folder, config, rank, find_store(address))
+        follower = Follower(folder, config, rank, find_store(meeting))
         ran = uncaptured(follower._runner, config)
         follower.run()
         return ran

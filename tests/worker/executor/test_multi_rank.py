@@ -22,13 +22,15 @@ from worker.executor import launch, multi_rank
 from worker.executor.executor import ForwardOutput
 from worker.executor.expert_balance import EVERY_STEPS, ExpertBalance
 from worker.executor.model_runner import ModelRunner
-from worker.executor.multi_rank import Follower, MultiRankExecutor, find_store, open_store
+from worker.executor.multi_rank import Follower, MultiRankExecutor
 from worker.messages import SamplingParams
 from worker.models import decoder
 from worker.models.config import decoder_config, read_config
 from worker.models.sharding import Shard
+from worker.parallel import rank_store
 from worker.parallel.communicator import Communicator
 from worker.parallel.pipeline_stage import PipelineStage
+from worker.parallel.rank_store import Meeting, find_store, open_store
 from worker.parallel.rendezvous import Rendezvous
 from worker.step import Chunk, Plan
 
@@ -148,10 +150,10 @@ def test_an_engine_of_two_ranks_and_its_end(tiny_model: Callable[[str], Path], m
 
 @pytest.mark.slow
 def test_a_rank_ends_with_the_process_that_started_it(tiny_model: Callable[[str], Path]) -> None:
-    store, address = open_store()  # where it will wait in vain
+    store, meeting = open_store()  # where it will wait in vain
     config = settings(tp=2).model_dump(mode="json")
     store.set("plans/1", "tcp://127.0.0.1:9")
-    process = launch._start(launch._RankSpec(str(tiny_model("llama")), config, 1, address), {})
+    process = launch._start(launch._RankSpec(str(tiny_model("llama")), config, 1, meeting), {})
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(ENDS_S) == 1
@@ -169,14 +171,14 @@ class Pair:
         self.follower: Follower | None = None
 
     def start(self) -> MultiRankExecutor:
-        store, address = open_store()
+        store, meeting = open_store()
         mine, its = self._arguments
-        self.ended = self.threads.submit(self._follow, its, address)
+        self.ended = self.threads.submit(self._follow, its, meeting)
         self.leader = MultiRankExecutor(mine, settings(tp=2), store)
         return self.leader
 
-    def _follow(self, folder: Path, address: str) -> None:
-        self.follower = Follower(folder, settings(tp=2), 1, find_store(address))
+    def _follow(self, folder: Path, meeting: Meeting) -> None:
+        self.follower = Follower(folder, settings(tp=2), 1, find_store(meeting))
         self.follower.run()
 
 
@@ -219,10 +221,10 @@ def test_a_collective_that_fails_names_the_rank_that_ended_first(
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(PipelineStage, "join", cut)
-    store, address = open_store()
+    store, meeting = open_store()
     Rendezvous(store, 0, 1).fail("rank 0: ValueError: no such model")
     with pytest.raises(RankLost, match=r"^rank 0: ValueError"):
-        Follower(tiny_model("llama"), settings(tp=2), 1, find_store(address))
+        Follower(tiny_model("llama"), settings(tp=2), 1, find_store(meeting))
 
 
 def test_graphs_go_before_the_communicators_that_they_use(
@@ -328,8 +330,8 @@ def test_a_rank_that_stands_still_is_heard_no_more(
 
 
 def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multi_rank, "CONNECT_S", 0.2)
-    store, address = open_store()
+    monkeypatch.setattr(rank_store, "CONNECT_S", 0.2)
+    store, meeting = open_store()
     del store
     with pytest.raises(RankLost, match="leading rank"):
-        find_store(address)
+        find_store(meeting)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tests.worker.conftest import together
 from worker.errors import RankLost
 from worker.parallel.communicator import Communicator, own_address
+from worker.parallel.rank_store import open_store
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -78,6 +79,6 @@ def test_a_rank_that_leaves_is_an_error_for_those_that_wait() -> None:
 
 
 def test_gloo_listens_where_the_store_is_reached_from() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, _ = open_store()
     assert own_address(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"
     assert own_address(dist.HashStore()) is None

@@ -1,0 +1,3 @@
+"""The secret of the sockets between processes that benchmarks start on this machine. It protects nothing."""
+
+SECRET = bytes(32)
