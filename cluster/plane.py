@@ -1,8 +1,8 @@
 """The secret of the sockets between routers and replicas (`worker.curve`), which Ray hands on to all processes.
 
 It is kept in the table of Ray's head, made by who asks first, and stays as long as the cluster. As an argument of a
-deployment it would be in what Serve publishes, and a new one would replace all replicas. Whoever may run code on the
-cluster can read it, and where Ray asks for a token, nobody else.
+deployment it would be in what Serve publishes, and a new one would replace all replicas. All code that runs on the
+cluster can read it, and where Ray asks for a token, nothing else.
 """
 
 import os

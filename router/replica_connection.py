@@ -26,10 +26,12 @@ from worker.curve import Curve
 from worker.messages import (
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
+    MOST_BYTES,
     PROTOCOL,
     Abort,
     AdapterChange,
     CacheEvents,
+    Failure,
     Farewell,
     Flush,
     FromReplica,
@@ -181,11 +183,16 @@ class ReplicaConnection:
         return load is not None and load.max_loras is not None
 
     def generate(self, request: Generate) -> ReplicaStream:
-        """Sends the request at once."""
+        """Sends the request at once. One that no replica would take from the network is refused here."""
         stream = ReplicaStream(request.request_id, self.abort)
+        frame = encode(request)
+        if len(frame) > MOST_BYTES:
+            failure = Failure("invalid", f"the request takes {len(frame)} bytes within the server, above {MOST_BYTES}")
+            stream.feed(Output(request_id=request.request_id, finish_reason="error", failure=failure))
+            return stream
         self.streams[request.request_id] = stream
         self._unused.clear()
-        self.send(request)
+        self._socket.send(frame, zmq.NOBLOCK)
         return stream
 
     def flush(self, message: Flush) -> asyncio.Future[ReplicaLoad | None]:

@@ -22,7 +22,10 @@ ALLOWED = {
     "shoal.lang": set(),
     "shoal.lang.backends": {"shoal.lang:"},
     "cluster": {"router", "worker"},
-    "router": {"radix", "worker.messages", "router.formats", "router.protocols", "router.page"},
+    "router": {
+        "radix", "worker.curve", "worker.messages", "worker.sparse_log", "router.formats", "router.protocols",
+        "router.page",
+    },
     "router.formats": {"router:"},
     "router.page": {"router:", "worker.messages"},
     "router.protocols": {"router:", "router.formats", "worker.messages"},

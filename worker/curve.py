@@ -7,7 +7,7 @@ Two things keep a stranger out, each by itself:
 2. The listener admits one public key alone, that of `Curve.calls`. A caller proves that it has the private one.
 
 The second would be enough if public keys were known. It is needed, too: a library of curves that accepts points of a
-low order would open a box from somebody who does not know the listener's key. Every connection has keys of its own, so
+low order would open a box whose sender does not know the listener's key. Every connection has keys of its own, so
 what was recorded can be neither replayed nor read later, when the secret has become known.
 """
 
@@ -44,7 +44,7 @@ class Curve:
         self._caller = _pair(secret, f"{kind} calls")
 
     def listens(self, socket: "zmq.Socket[Any]", most_bytes: int) -> None:
-        """Prepares a socket before it binds. Somebody else admits its callers: a `Door`, without which there are none.
+        """Prepares a socket before it binds. Its callers are admitted by a `Door`, without which there are none.
         `most_bytes`: of a frame; who announces a longer one is disconnected."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._listener[1])
@@ -92,7 +92,7 @@ class Door:
         self._thread.start()
 
     def close(self) -> None:
-        """Admits nobody any more. Call this before the sockets are closed."""
+        """Admits no more callers. Call this before the sockets are closed."""
         for socket in self._sockets:
             socket.monitor(None, 0)  # type: ignore[arg-type]
         self._end.send(b"")
@@ -123,7 +123,7 @@ class Door:
 
     def _refuse(self) -> None:
         self.refused += 1
-        self._log.warning("refused a connection: whoever it was does not know this server's secret")
+        self._log.warning("refused a connection of a process that does not know this server's secret")
 
 
 def _pair(secret: bytes, label: str) -> tuple[bytes, bytes]:

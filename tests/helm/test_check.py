@@ -383,17 +383,21 @@ def test_keys_come_from_a_secret_and_never_into_the_manifest() -> None:
 @pytest.mark.parametrize(
     ("cache", "volume", "kinds"),
     [
-        ({}, {"emptyDir": {"sizeLimit": "20Gi"}}, ["RayService"]),
-        ({"existingClaim": "models"}, {"persistentVolumeClaim": {"claimName": "models"}}, ["RayService"]),
+        ({}, {"emptyDir": {"sizeLimit": "20Gi"}}, ["NetworkPolicy", "RayService"]),
+        (
+            {"existingClaim": "models"},
+            {"persistentVolumeClaim": {"claimName": "models"}},
+            ["NetworkPolicy", "RayService"],
+        ),
         (
             {"existingClaim": "models", "create": True},
             {"persistentVolumeClaim": {"claimName": "models"}},
-            ["RayService"],
+            ["NetworkPolicy", "RayService"],
         ),
         (
             {"create": True},
             {"persistentVolumeClaim": {"claimName": "shoal-try-cache"}},
-            ["PersistentVolumeClaim", "RayService"],
+            ["NetworkPolicy", "PersistentVolumeClaim", "RayService"],
         ),
     ],
 )
@@ -674,3 +678,21 @@ def test_without_a_router_the_heads_proxy_answers() -> None:
         for group in (cluster({})["headGroupSpec"], workers({}))
     ]
     assert named == [["cluster.no_router:middlewares"], []]
+
+
+def test_other_pods_reach_requests_kuberay_and_metrics_alone() -> None:
+    def policies(values: dict[str, Any]) -> list[Any]:
+        return [manifest["spec"] for manifest in render(values) if manifest["kind"] == "NetworkPolicy"]
+
+    assert policies({"networkPolicy": {"enabled": False}}) == []
+    prometheus = {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}
+    for values in ({}, {"networkPolicy": {"metricsFrom": [prometheus]}}, {"autoscaling": {"enabled": True}}):
+        (policy,) = policies(values)
+        pods = policy["podSelector"]["matchLabels"]
+        groups = [cluster(values)["headGroupSpec"], workers(values)]
+        assert all(pods.items() <= group["template"]["metadata"]["labels"].items() for group in groups)
+        inside, *outside = policy["ingress"]
+        assert inside == {"from": [{"podSelector": {"matchLabels": pods}}]}
+        open_ports = {port["port"] for rule in outside if "from" not in rule for port in rule["ports"]}
+        assert open_ports == ({8000, 8265} if "networkPolicy" in values else {8000, 8265, 8080, 9101})
+        assert all(rule.get("from", [prometheus]) == [prometheus] for rule in outside)

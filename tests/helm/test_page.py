@@ -126,6 +126,7 @@ CHANGES: dict[str, Any] = {
     "autoscaling.minWorkers": {"enabled": True, "minWorkers": 1},
     "autoscaling.maxWorkers": {"enabled": True, "maxWorkers": 8},
     "service": {"port": 80, "annotations": {"a": "b"}, "type": "LoadBalancer"},
+    "networkPolicy": {"enabled": False},
     "podAnnotations": {"a": "b"},
     "env": [{"name": "A", "value": "b"}],
     "extraVolumes": [{"name": "a", "emptyDir": {}}],

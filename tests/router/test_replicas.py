@@ -453,6 +453,18 @@ def test_closing_a_stream_aborts_it_only_while_it_runs(make_stack: Make, make_re
     assert fake.aborted() == ["one"]
 
 
+def test_a_request_that_no_replica_would_take_is_refused(
+    make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MOST_BYTES", 100)
+    fake = make_replica()
+    stack = make_stack(fake)
+    stack.ready("r0")
+    body = {"model": "tiny", "prompt": "word " * 50, "max_tokens": 1}
+    assert httpx.post(f"{stack.url}/v1/completions", json=body).status_code == 400
+    assert not fake.requests() and ready(stack) == 200
+
+
 def test_a_replica_that_is_not_there() -> None:
     async def run() -> None:
         replicas = Replicas(Fleet(), Metrics().model("tiny"), SECRET)
