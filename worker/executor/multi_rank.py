@@ -15,6 +15,7 @@
 
 import logging
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -78,8 +79,17 @@ class _StageTimes(msgspec.Struct, array_like=True):
 def open_store(host: str = "127.0.0.1") -> tuple[dist.Store, str]:
     """Opens the store in which the ranks of one replica meet, on a free port of this machine. Returns the store and its
     address; `host` is the address at which the other ranks reach this machine. The store ends with this process."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
-    return store, f"{host}:{store.port}"
+    listener = socket.create_server((host, 0))  # by itself the store listens on all addresses
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=CONNECT_S),
+        master_listen_fd=listener.detach(),
+    )
+    return store, f"{host}:{port}"
 
 
 def find_store(address: str) -> dist.Store:
