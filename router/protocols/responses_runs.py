@@ -38,15 +38,12 @@ LAST_EVENTS = (b"event: response.completed", b"event: response.incomplete", b"ev
 
 class KeptResponses:
     """The store of a router, for its event loop. False where the router keeps no responses. The file is opened when it
-    is first needed. `news`: of what runs in the background."""
+    is first needed, by all connections at once. `news`: of what runs in the background."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._readers = Turns(READERS, "responses-read")
-        self._writer = Turns(1, "responses-write")
-        self._beater = Turns(1, "responses-beat")
-        self._of_thread = threading.local()
-        self._opened: list[ResponseStore] = []
+        self._opening = threading.Lock()
+        self._readers, self._writer, self._beater = self._lanes = _Lane(READERS), _Lane(1), _Lane(1)
         self.news = News(self)
 
     def __bool__(self) -> bool:
@@ -71,15 +68,14 @@ class KeptResponses:
 
     async def close(self) -> None:
         self.news.close()
-        for threads in (self._readers, self._writer, self._beater):
-            await threads.close()
-        opened, self._opened = self._opened, []
-        for store in opened:
-            await asyncio.to_thread(store.close)
+        for lane in self._lanes:
+            await lane.turns.close()
+            for store in lane.free:
+                store.close()
 
-    async def _run(self, threads: Turns, tenant: Hashable, work: Work[Result]) -> Result:
+    async def _run(self, lane: "_Lane", tenant: Hashable, work: Work[Result]) -> Result:
         try:
-            return await threads.run(tenant, lambda: work(self._store()))
+            return await lane.turns.run(tenant, lambda: self._use(lane, work))
         except StoreFull:
             message = "Your responses that run in the background take all that they may of the store; try again later."
             raise ApiError(429, message, code="overloaded", headers={"Retry-After": "5"}) from None
@@ -88,17 +84,31 @@ class KeptResponses:
             message = "The store of responses cannot be read or written now; it has been logged."
             raise ApiError(503, message, code="store_unavailable", headers={"Retry-After": "2"}) from None
 
-    def _store(self) -> ResponseStore:
-        """The connection of this thread."""
-        store: ResponseStore | None = getattr(self._of_thread, "store", None)
-        if store is None:
-            config = self._config
-            assert config.response_store_dir is not None
-            store = self._of_thread.store = ResponseStore(
-                config.response_store_dir, config.response_store_bytes, config.response_store_age_s
-            )
-            self._opened.append(store)
-        return store
+    def _use(self, lane: "_Lane", work: Work[Result]) -> Result:
+        with self._opening:
+            for each in self._lanes:
+                while each.missing:
+                    each.free.append(self._open())
+                    each.missing -= 1
+            store = lane.free.pop()
+        try:
+            return work(store)
+        finally:
+            lane.free.append(store)
+
+    def _open(self) -> ResponseStore:
+        config = self._config
+        assert config.response_store_dir is not None
+        return ResponseStore(config.response_store_dir, config.response_store_bytes, config.response_store_age_s)
+
+
+class _Lane:
+    """Threads for one kind of work, and a connection for each. `missing`: connections that are not open yet."""
+
+    def __init__(self, threads: int) -> None:
+        self.turns = Turns(threads, "responses")
+        self.free: list[ResponseStore] = []
+        self.missing = threads
 
 
 class News:
