@@ -12,7 +12,7 @@ def keep_ray_here() -> None:
     """The Ray that this process starts next listens on the loopback interface, with all of its ports."""
     # Ray does so on systems where it makes no clusters. Its constant has been read already; its processes read the
     # variable.
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 

@@ -198,8 +198,8 @@ def _token() -> Path:
 def _make_token() -> None:
     """Makes the token where there is none, and where Ray would make it: for this user alone, which Ray's would not
     be."""
-    named = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    if any(os.environ.get(name) for name in named) or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+    has_other = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if has_other or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return
     path = _token()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

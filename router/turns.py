@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 class Turns:
     """Work of many clients in few threads. After each piece of a client's work, a piece of the next client's comes; the
-    pieces of one client come in their order. A piece that nobody waits for any more is left out. One event loop uses
+    pieces of one client come in their order. A piece whose caller has gone is left out. One event loop uses
     it."""
 
     def __init__(self, threads: int, name: str) -> None:

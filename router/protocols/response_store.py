@@ -5,7 +5,7 @@ most of them loses those that it used least recently; so what one tenant stores 
 What was not used for the store's age is forgotten too.
 
 What runs in the background has a heart: its router beats it, and a response whose heart has stopped has failed. Beats
-are by the machine's monotonic clock, which nobody sets and all of its processes share. What runs is never forgotten.
+are by the machine's monotonic clock, which all of its processes share and no command sets. Running responses stay.
 
 | table | what is in it |
 | --- | --- |
@@ -32,13 +32,14 @@ import msgspec
 from router.protocols.responses_objects import ENDED, OutputItem, ResponseError, ResponseObject, Status
 
 FILE = "responses-2.sqlite3"  # the number is the layout's
+BEFORE = "responses-1.sqlite3"
 BUSY_S = 10.0
 RETRY_S = 0.05
 STALE_S = 30.0  # without a beat
 LOST = ResponseError("server_error", "The router that made this response has ended before it was complete.")
 EVENTS_BYTES = 1 << 20  # of events that are read at once, or one event
 EXPIRED = 64  # responses that one change forgets for their age
-RUNNING_SHARE = 2  # what a tenant runs may take one part in so many of all bytes
+RUNNING_SHARE = 2  # the running responses of a tenant may take all bytes by this number
 
 # What rows take on the disk besides their contents, with their indexes and with pages that are not full.
 PAGE_BYTES = 4096
@@ -91,11 +92,11 @@ _decode = msgspec.json.decode
 
 
 class StoreFull(Exception):
-    """What a tenant runs in the background takes all that it may."""
+    """The responses that a tenant runs take all that they may."""
 
 
 class TooLarge(Exception):
-    """What was asked for has more bytes than the caller takes."""
+    """More bytes were asked for than the caller takes."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)
@@ -115,7 +116,7 @@ class StoredResponse:
 
     @property
     def ids(self) -> list[str]:
-        """Of the items that were asked and answered."""
+        """The ids of the items that were asked and answered."""
         return [*(item["id"] for item in self.input), *(item.id for item in self.response.output)]
 
 
@@ -166,7 +167,7 @@ class ResponseStore:
         boot: str | None = None,
     ) -> None:
         """`clock`: the time of day, for ages. `beats`: a clock that all processes of the machine share since it was
-        started, and nobody sets. `boot`: which start of which machine that is; by default the kernel's name for it."""
+        started, and no command sets. `boot`: which start of which machine that is; by default the kernel's name."""
         self._max_bytes = max_bytes
         self._age_s = age_s
         self._clock = clock
@@ -177,6 +178,7 @@ class ResponseStore:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # conversations are not for other users
         self._database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         self._lay_out()
+        self._take_over(folder / BEFORE)
 
     def close(self) -> None:
         self._database.close()
@@ -400,7 +402,7 @@ class ResponseStore:
 
     @property
     def _living(self) -> tuple[str, float]:
-        """What is asked for in `_LIVES`."""
+        """The values of `_LIVES`."""
         return self._boot, self._beats() - STALE_S
 
     def _check_room(self, tenant: str) -> None:
@@ -460,6 +462,24 @@ class ResponseStore:
                 time.sleep(RETRY_S)
         self._database.executescript(_TABLES)
 
+    def _take_over(self, before: Path) -> None:
+        """Moves responses that have ended here from the file of the layout before. Other routers may do it too."""
+        if not before.exists():
+            return
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(before)) as file:
+            query = "SELECT tenant, status, response, input, used_s FROM responses ORDER BY used_s"
+            for tenant, status, response, asked, used_s in file.execute(query):
+                with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
+                    stored = StoredResponse(_decode(response, type=ResponseObject), _decode(asked, type=list[Item]))
+                    stored.response.status = status
+                    if stored.has_ended:
+                        self.put(tenant, stored)
+                        self._database.execute(
+                            "UPDATE responses SET used_s = ? WHERE id = ?", (used_s, stored.response.id)
+                        )
+        for end in ("", "-wal", "-shm"):
+            before.with_name(before.name + end).unlink(missing_ok=True)
+
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """A transaction. Other routers wait for its end."""
@@ -494,5 +514,5 @@ def _place(number: int, event: int) -> int:
 
 
 def _on_disk(size: int) -> int:
-    """About what a row of so many bytes takes in pages that hold it and its like."""
+    """About the bytes that a row of `size` bytes takes in pages that hold only its like."""
     return PAGE_BYTES // (PAGE_BYTES // size) if size <= PAGE_BYTES else -(-size // PAGE_BYTES) * PAGE_BYTES

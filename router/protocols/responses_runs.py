@@ -159,7 +159,7 @@ class News:
                 future.set_result(None) if error is None else future.set_exception(error)
 
     async def _look(self) -> None:
-        """Looks as long as somebody follows a response of another router."""
+        """Looks as long as a client follows a response of another router."""
         while True:
             await asyncio.sleep(POLL_S)
             asked = [response for response in self._waiting if response[1] not in self._here]
@@ -267,7 +267,7 @@ class _Run:
             if await self._make():
                 end = kept.beat(self._tenant, lambda store: store.put(self._tenant, self._stored, new=False))
                 ending = asyncio.ensure_future(end)
-                while not ending.done():  # whoever stops it now
+                while not ending.done():  # a stop that comes now is too late
                     with contextlib.suppress(asyncio.CancelledError):
                         await asyncio.wait([ending])
                 ending.result()

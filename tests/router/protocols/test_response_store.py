@@ -1,10 +1,13 @@
 """The store of responses: what is found again, by which tenant, for how long, and by other routers."""
 
+import contextlib
 import multiprocessing
+import sqlite3
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from router.protocols.response_store import (
@@ -249,6 +252,26 @@ def test_the_bytes_that_are_counted_are_those_of_the_file(
     assert store._database.execute("SELECT * FROM tenants").fetchall() == []
     store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     assert (tmp_path / FILE).stat().st_size < 100_000
+
+
+def test_responses_of_the_layout_before_are_taken_over(tmp_path: Path, clock: Clock) -> None:
+    before = tmp_path / "responses-1.sqlite3"
+    with contextlib.closing(sqlite3.connect(before)) as file:
+        file.execute(
+            "CREATE TABLE responses (id TEXT PRIMARY KEY, tenant TEXT, previous TEXT, status TEXT, response BLOB, "
+            "input BLOB, bytes INTEGER, used_s REAL, beat_s REAL) WITHOUT ROWID"
+        )
+        for made, used_s in ((stored("a"), 900.0), (stored("b", "a"), 950.0), (stored("c", status="queued"), 980.0)):
+            response = msgspec.json.encode(made.response), msgspec.json.encode(made.input)
+            row = (made.response.id, "t", made.response.previous_response_id, made.response.status, *response, 9)
+            file.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)", (*row, used_s))
+        file.execute("INSERT INTO responses VALUES ('d', 't', NULL, 'completed', x'00', x'00', 9, 990, 0)")
+        file.commit()
+    store = ResponseStore(tmp_path, 1 << 20, 120.0, clock)
+    assert store.get("t", "b") == stored("b", "a") and store.items("t", ["msg_a"], MOST).keys() == {"msg_a"}
+    assert store.get("t", "c") is None and store.get("t", "d") is None and not before.exists()
+    clock.now += 50  # ages go on
+    assert store.get("t", "a") is None and store.get("t", "b") is not None
 
 
 def test_references_to_items_are_bounded(store: ResponseStore) -> None:
