@@ -15,7 +15,7 @@ SAYS = 2>&1 | sed --unbuffered 's/^/$@  /'
 # Where it is set, each of the many processes that tests start would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test quick test-bench nightly fuzz rehearse mutants env lint types check-docs model computing serving
+.PHONY: serve test quick test-bench nightly fuzz soak rehearse mutants env lint types check-docs model computing serving
 .PHONY: helm-test lock clean
 
 serve: env  ## a chat server on this machine: model, Ray, router, two replicas
@@ -40,6 +40,9 @@ nightly: env model  ## what CI runs a part of: all families in stages and on ran
 
 fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, 100,000 generated answers, and more
 	SHOAL_FUZZ=1000 SHOAL_FUZZ_ANSWERS=100000 $(BIN)/pytest tests/server/test_fuzz.py tests/router/formats/test_lexer.py
+
+soak: env  ## an hour of requests of every kind at a server, which then holds no more than after ten minutes: ARGS
+	$(BIN)/python -m tests.server.soak $(ARGS)
 
 rehearse: env  ## ray up and the chart, on hosts that are namespaces; `make test` runs it when they have changed
 	$(BIN)/pytest -m rehearsal

@@ -31,6 +31,7 @@ from cluster.deployed import APP, ROUTER, STREAMS_S, watch
 from cluster.followed_config import unscaled, unscaled_deployment
 from cluster.hang import end_if_stuck
 from cluster.joined import NODE_SHARE
+from cluster.listening import keep_serve_here
 from cluster.models import resolve
 from cluster.plane import cluster_secret
 from cluster.replica import CONTROL_CPUS, STOP_S, Replica, bundles
@@ -209,6 +210,7 @@ class _Router:
             config = config.model_copy(update={"response_store_dir": cache_folder() / "responses"})
         self._config = config
         metrics = Metrics(router=uuid.uuid4().hex[:8])
+        keep_serve_here()
         log_lines.set_up(config.log_format, router=metrics.router)
         services = {}
         sizes: dict[str, Callable[[int], None]] = {}
@@ -237,7 +239,7 @@ def _open(config: DeploymentConfig, handle: DeploymentHandle, metrics: Metrics, 
         metrics,
         lambda fleet, replicas: ServePlacer(handle, fleet, replicas, wait_s),
         cluster_secret(),
-        peer_host=ray.util.get_node_ip_address(),
+        peer_host=config.replica_host or ray.util.get_node_ip_address(),
         drain_s=drain_s,
     )
 

@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster import log_lines
 from cluster.deployed import scale, targets
+from cluster.listening import keep_serve_here
 from cluster.log_lines import LogFormat
 from cluster.scaling import Scaling, Trend, Wanted, wanted
 from router.demand import Demand, of_all_routers
@@ -41,6 +42,7 @@ class Autoscaler:
         self, scalings: Mapping[str, Scaling], log_format: LogFormat
     ) -> None:
         """`scalings`: by the names of deployments."""
+        keep_serve_here()
         log_lines.set_up(log_format)
         self._scalings = scalings
         self._trends = {name: Trend() for name in scalings}

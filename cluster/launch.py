@@ -251,6 +251,8 @@ class _Launch:
             if deployment.draft_model is not None:
                 _check_draft(folder, with_draft_folder(deployment, self._print))
         self._config = local.fit(self._config)
+        if (token := local.open_token()) is not None:
+            self._print(f"other users of this machine can read {token}, with which they may run code: chmod 600 it")
         self._say("starting Ray")
         self._folder = local.make_folder()
         self._watch = local.RayWatch(lambda why: self.failed(LaunchError(f"Ray is gone: {why}")))

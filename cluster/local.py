@@ -3,14 +3,18 @@
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import math
 import os
+import re
+import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -18,6 +22,7 @@ import ray
 
 from cluster import log_lines
 from cluster.config import Config, DeploymentConfig
+from cluster.listening import keep_ray_here
 from cluster.models import KNOWN
 from cluster.replica import CONTROL_CPUS, rank_resources
 from router.listener import bind
@@ -30,6 +35,8 @@ WATCH_S = 2.0  # between looks at Ray's processes
 END_S = 3.0  # how long Ray may take to end its processes, before they are killed
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 PREFIX = "shoal-ray-"
+LOCK = "lock"  # in a folder: its server holds it
+RAYS = "ray"  # in a folder: Ray's own, which Ray opens to everybody
 REASONS = ("replica at ", "replica does not start: ")  # how they begin
 HEART = ("gcs_server", "raylet")  # the processes that Ray cannot run without
 
@@ -118,7 +125,7 @@ def join(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():  # Ray itself would try for minutes, deaf to Ctrl-C
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    if (Path.home() / ".ray" / "auth_token").exists():  # a cluster that asks for none does not look at it
+    if _token().exists():  # a cluster that asks for none does not look at it
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
@@ -135,20 +142,28 @@ def join_or_tell(address: str | None) -> None:
 
 def logs(folder: Path) -> Path:
     """Where the processes of the Ray in `folder` write their logs."""
-    return folder / "session_latest" / "logs"
+    return folder / RAYS / "session_latest" / "logs"
 
 
 def make_folder() -> Path:
-    """Makes the folder for Ray's logs and sockets. Not in $TMPDIR, because paths of sockets must be short. Removes the
-    folders of servers that were killed, or did not start."""
+    """Makes the folder for Ray's logs and sockets, for this user alone. Not in $TMPDIR, because paths of sockets must
+    be short. The folder is locked until this process ends. Removes the folders of servers that were killed, or did not
+    start."""
     _sweep()
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
+    made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{os.getpid()}-", dir="/tmp"))
+    lock = os.open(made / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    os.write(lock, _processes().encode())
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # Only now does the folder get a name by which others find it: they remove what is not locked.
+    return made.rename(made.with_name(made.name.removeprefix(".")))
 
 
 def start(config: Config, folder: Path, grows: bool = False) -> None:
-    """Starts Ray with as many logical CPUs as the server asks for, whatever the number of cores. `grows`: it may ask
-    for more later, and Ray cannot be given more later."""
+    """Starts Ray with as many logical CPUs as the server asks for, whatever the number of cores. Only processes of this
+    machine reach it. `grows`: it may ask for more later, and Ray cannot be given more later."""
     _adopt_orphans()
+    _make_token()
+    keep_ray_here()
     cpus = config.num_routers * config.cpus_per_router
     for deployment in config.deployments:
         ranks = deployment.num_ranks * rank_resources(deployment)["CPU"]
@@ -163,7 +178,7 @@ def start(config: Config, folder: Path, grows: bool = False) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
         _memory=MEMORY_BYTES,
-        _temp_dir=str(folder),
+        _temp_dir=str(folder / RAYS),
         # Ray's measure of free memory is wrong on some machines: killing for memory is left to the kernel.
         # Ray's workers have a low priority (nice 15) by default, so replicas starve on a machine with other work.
         # Ray would start a process for each logical CPU in advance.
@@ -173,6 +188,34 @@ def start(config: Config, folder: Path, grows: bool = False) -> None:
             **({"enable_worker_prestart": False} if grows else {}),
         },
     )
+
+
+def _token() -> Path:
+    """The file of the token that Ray asks for."""
+    return Path.home() / ".ray" / "auth_token"
+
+
+def _make_token() -> None:
+    """Makes the token where there is none, and where Ray would make it: for this user alone, which Ray's would not
+    be."""
+    has_other = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if has_other or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    path = _token()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (
+        contextlib.suppress(FileExistsError),
+        open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file,
+    ):
+        file.write(secrets.token_hex(32))
+
+
+def open_token() -> Path | None:
+    """The token that Ray asks for, if other users of this machine may read it."""
+    with contextlib.suppress(OSError):
+        if _token().stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            return _token()
+    return None
 
 
 class RayWatch:
@@ -262,9 +305,58 @@ def is_serve(pid: int) -> bool:
 
 def folders() -> dict[int, Path]:
     """The folders of this user's servers with a Ray of their own, by the process of `shoal serve`; also of those that
-    have ended."""
-    mine = (folder for folder in Path("/tmp").glob(f"{PREFIX}*") if folder.stat().st_uid == os.getuid())
-    return {int(folder.name.removeprefix(PREFIX).split("-")[0]): folder for folder in mine}
+    have ended, but none of another container, whose processes have other numbers."""
+    return {pid: folder for pid, folder in _all_folders() if _is_here(folder)}
+
+
+def _all_folders() -> Iterator[tuple[int, Path]]:
+    """The folders of this user's servers, of all containers that share /tmp. What else has such a name is passed over:
+    anybody may make it."""
+    for folder in Path("/tmp").glob(f"{PREFIX}*"):
+        named = re.fullmatch(rf"{PREFIX}([0-9]{{1,9}})-\w+", folder.name, re.ASCII)
+        with contextlib.suppress(OSError):
+            found = folder.lstat()
+            if named and stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                yield int(named[1]), folder
+
+
+def _processes() -> str:
+    """Which numbers of processes hold for this process: containers have their own."""
+    return os.readlink("/proc/self/ns/pid")
+
+
+def _is_here(folder: Path) -> bool:
+    """Whether a folder's server is or was among the processes that this one sees."""
+    try:
+        return (folder / LOCK).read_text() == _processes()
+    except OSError:  # of an earlier version
+        return True
+
+
+def _is_over(pid: int, folder: Path) -> bool:
+    """Whether a folder's `shoal serve` has ended, and nothing that it has left runs on."""
+    try:
+        with open(folder / LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # of an earlier version: without a lock
+        if psutil.pid_exists(pid):
+            return False
+    return not _left(folder) and not any(map(_listens, (folder / RAYS).glob("session_*/sockets/*")))
+
+
+def _listens(path: Path) -> bool:
+    """Whether a process listens at a socket, in whatever container."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1)
+        try:
+            client.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # it is too busy to answer
+            return True
+    return True
 
 
 def kill_left(folder: Path) -> None:
@@ -296,6 +388,6 @@ def _belongs(process: psutil.Process, folder: Path) -> bool:
 
 def _sweep() -> None:
     """Removes the folders of servers that have ended."""
-    for pid, folder in folders().items():
-        if not psutil.pid_exists(pid) and not _left(folder):
+    for pid, folder in _all_folders():
+        if _is_over(pid, folder):
             shutil.rmtree(folder, ignore_errors=True)

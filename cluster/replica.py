@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster import log_lines
 from cluster.config import ReplicaConfig
 from cluster.hang import Stalled, suspects
+from cluster.listening import keep_serve_here
 from cluster.log_lines import LogFormat
 from cluster.rank import Pulse, Rank
 from worker.progress import NewestSteps
@@ -79,6 +80,7 @@ class Replica:
         """`drain_s`: how long, in seconds, the replica may keep its streams once it is taken away. `log_format`: of the
         lines that its processes write."""
         name = serve.get_replica_context().replica_id.unique_id
+        keep_serve_here()
         log_lines.set_up(log_format, replica=name)
         self._ended: str | None = None
         self._drain_s = drain_s

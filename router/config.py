@@ -176,9 +176,10 @@ class RouterConfig(ModelConfig):
     response_store_bytes: int = Field(
         256 << 20,
         ge=0,
-        description="most bytes on disk for the responses of /v1/responses that clients may ask for again; those used "
-        "least recently are forgotten first. With 0 none are stored: answers say store false, and "
-        "previous_response_id and background are refused",
+        description="most bytes on disk for the responses of /v1/responses that clients may ask for again. Of the "
+        "client with the most bytes, those used least recently are forgotten first; the running ones of a client may "
+        "take half. With 0 none are stored: answers say store false, and previous_response_id and background are "
+        "refused",
     )
     response_store_age_s: float = Field(
         30 * 86400.0, gt=0, description="seconds after which a stored response that was not used is forgotten"

@@ -47,8 +47,13 @@ ENVIRONMENT = {
     "PATH": "where FlashInfer looks for ninja (then next to Python) and for nvcc (then in `/usr/local/cuda`)",
     "RAY_AUTH_MODE": "`shoal serve --address`, `stop` and `logs` set it to token, unless it is set, where there is "
     "`~/.ray/auth_token`",
+    "RAY_AUTH_TOKEN": "the token that Ray asks for; where it, or a file named by `RAY_AUTH_TOKEN_PATH`, is set, "
+    "`shoal serve` makes none in `~/.ray/auth_token`",
+    "RAY_AUTH_TOKEN_PATH": "a file with that token",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "lines of Ray's that `shoal serve` keeps from the terminal: the raylet's on a process "
     "that died, unless it is set",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "`shoal serve` sets it to 0 for a Ray of its own, which then listens on the "
+    "loopback interface only",
     "RAY_USAGE_STATS_ENABLED": "`shoal serve` sets it to 0 unless it is set: Ray then reports nothing to its makers",
     "SHOAL_CACHE": "folder of converted models, their configurations, learned costs of steps, chosen matrix "
     "products, and compiled grammars (512 MiB at most); by default `$XDG_CACHE_HOME/shoal`",

@@ -1,5 +1,6 @@
 """The routes of OpenAI's Responses: made, kept, asked for again, followed, cancelled, deleted."""
 
+import contextlib
 import logging
 from time import perf_counter
 from typing import Any, get_args
@@ -12,8 +13,8 @@ from router.auth import Keys, client_of
 from router.errors import ApiError, internal, invalid
 from router.generation import Generation
 from router.models import Models, passed_over
-from router.protocols.response_store import Item, StoredResponse
-from router.protocols.responses_objects import DeletedResponse, InputItems, ResponseObject
+from router.protocols.response_store import Item, ResponseStore, StoredResponse, TooLarge
+from router.protocols.responses_objects import ENDED, DeletedResponse, InputItems, ResponseObject
 from router.protocols.responses_reader import Asked, references, responses_job, sent_items
 from router.protocols.responses_runs import BackgroundRuns, KeptResponses, follow
 from router.protocols.responses_types import Include, ResponsesRequest
@@ -54,9 +55,10 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
             why = "'store' must not be false" if kept else "this server keeps no responses"
             raise invalid(f"'background' needs a stored response: {why}.", "background")
         items = sent_items(body, passed_over(request))
-        asked = await _asked(kept, tenant, body, items, keeps, passed_over(request))
+        max_bytes = models.config.max_body_bytes
+        asked, more = await _asked(kept, tenant, body, items, keeps, passed_over(request), max_bytes)
         job, response = await service.in_thread(
-            size + len(msgspec.json.encode(asked.before)),
+            size + more,
             responses_job,
             asked,
             service.model,
@@ -84,12 +86,12 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
             await kept.keep(tenant, stored)
         return Response(answer, media_type="application/json")
 
-    async def found(request: Request, response_id: str) -> StoredResponse:
+    async def found(request: Request, response_id: str) -> ResponseObject:
         tenant = keys.tenant(request)
-        stored = await kept.run(lambda store: store.get(tenant, response_id)) if kept else None
-        if stored is None:
+        response = await kept.read(tenant, lambda store: store.response(tenant, response_id)) if kept else None
+        if response is None:
             raise _unknown(response_id)
-        return stored
+        return response
 
     @routes.get(
         "/v1/responses/{response_id}",
@@ -103,19 +105,23 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
         _check_include(request)
         if after >= 0 and not streams:
             raise invalid("'starting_after' is for streams only: set 'stream' to true.", "starting_after")
-        stored = await found(request, response_id)
-        if not streams:
-            return _json(stored.response)
-        if not stored.response.background:
-            raise invalid("Only a response that was begun in the background, as a stream, can be followed.", "stream")
         tenant = keys.tenant(request)
+        if not streams:
+            answer = (
+                await kept.read(tenant, lambda store: _encoded(store.response(tenant, response_id))) if kept else None
+            )
+            if answer is None:
+                raise _unknown(response_id)
+            return Response(answer, media_type="application/json")
+        if not (await found(request, response_id)).background:
+            raise invalid("Only a response that was begun in the background, as a stream, can be followed.", "stream")
         return EventStream(lambda emit: follow(kept, tenant, response_id, after, emit))
 
     @routes.delete("/v1/responses/{response_id}", responses=openapi.answers(DeletedResponse, 401, 404, 503))
     async def delete_response(request: Request, response_id: str) -> Response:
         """Forgets a stored response, and ends it if it runs."""
         tenant = keys.tenant(request)
-        if not kept or not await kept.run(lambda store: store.delete(tenant, response_id)):
+        if not kept or not await kept.write(tenant, lambda store: store.delete(tenant, response_id)):
             raise _unknown(response_id)
         await runs.stop(response_id)
         return _json(DeletedResponse(response_id))
@@ -123,16 +129,15 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
     @routes.post("/v1/responses/{response_id}/cancel", responses=openapi.answers(ResponseObject, 400, 401, 404, 503))
     async def cancel_response(request: Request, response_id: str) -> Response:
         """Ends a response that runs in the background. One that has ended stays as it is."""
-        stored = await found(request, response_id)
-        if not stored.response.background:
+        response = await found(request, response_id)
+        if not response.background:
             raise invalid("Only a response that was begun in the background can be cancelled.", "response_id")
-        if not stored.has_ended:
+        if response.status not in ENDED:
             tenant = keys.tenant(request)
-            stored.response.status = "cancelled"
-            await kept.run(lambda store: store.put(tenant, stored, new=False))
+            await kept.beat(tenant, lambda store: store.cancel(tenant, response_id))
             await runs.stop(response_id)
-            stored = await found(request, response_id)
-        return _json(stored.response)
+            response = await found(request, response_id)
+        return _json(response)
 
     @routes.get(
         "/v1/responses/{response_id}/input_items",
@@ -146,41 +151,76 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
         _check_include(request)
         if order not in ("asc", "desc"):
             raise invalid("'order' is asc or desc.", "order", "invalid_value")
-        stored = await found(request, response_id)
-        items = stored.input if order == "asc" else stored.input[::-1]
-        if after is not None:
-            places = [place for place, item in enumerate(items) if item["id"] == after]
-            if not places:
-                raise invalid(f"'after' is {after[:100]!r}, which is none of the items.", "after")
-            items = items[places[0] + 1 :]
-        page = items[:limit]
-        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-        return _json(InputItems(data=page, first_id=first, last_id=last, has_more=len(items) > limit))
+        tenant = keys.tenant(request)
+
+        def page(store: ResponseStore) -> bytes | None:
+            items = store.input(tenant, response_id)
+            return None if items is None else msgspec.json.encode(_page(items, order, after, limit))
+
+        answer = await kept.read(tenant, page) if kept else None
+        if answer is None:
+            raise _unknown(response_id)
+        return Response(answer, media_type="application/json")
 
     return routes
 
 
 async def _asked(
-    kept: KeptResponses, tenant: str, body: ResponsesRequest, items: list[Item], keeps: bool, passed_over: set[str]
-) -> Asked:
-    """The request with what it refers to in the store. Raises ApiError."""
+    kept: KeptResponses,
+    tenant: str,
+    body: ResponsesRequest,
+    items: list[Item],
+    keeps: bool,
+    passed_over: set[str],
+    max_bytes: int,
+) -> tuple[Asked, int]:
+    """The request with what it refers to in the store, and the bytes of that: at most as many as a request may have.
+    Raises ApiError."""
     before: list[Item] = []
     referred: dict[str, Item] = {}
+    num_bytes = 0
     previous = body.previous_response_id
     if previous is not None:
-        chain = await kept.run(lambda store: store.chain(tenant, previous)) if kept else None
+        try:
+            chain = await kept.read(tenant, lambda store: store.chain(tenant, previous, max_bytes)) if kept else None
+        except TooLarge as error:
+            raise _too_large("previous_response_id", error.num_bytes, max_bytes) from None
         if chain is None:
             message = f"Previous response with id {previous[:100]!r} not found."
             if not kept:
                 message += " This server keeps no responses: send all items in 'input'."
             raise invalid(message, "previous_response_id", "previous_response_not_found")
-        if not chain[-1].has_ended:
-            message = f"The previous response is {chain[-1].response.status}: wait until it is complete."
+        if chain.status not in ENDED:
+            message = f"The previous response is {chain.status}: wait until it is complete."
             raise invalid(message, "previous_response_id", "previous_response_not_complete")
-        before = [item for stored in chain for item in stored.items]
+        before, num_bytes = chain.items, chain.num_bytes
+        with contextlib.suppress(ApiError):  # where the disk fails, the answer does not
+            await kept.write(tenant, lambda store: store.touch(chain.ids))
     if kept and (ids := references(items)):
-        referred = await kept.run(lambda store: store.items(tenant, ids))
-    return Asked(body, before, referred, keeps, passed_over)
+        left = max_bytes - num_bytes
+
+        def look(store: ResponseStore) -> tuple[dict[str, Item], int]:
+            found = store.items(tenant, ids, max_bytes)
+            sizes = {name: len(msgspec.json.encode(item)) for name, item in found.items()}
+            size = sum(sizes.get(name, 0) for name in ids)  # each time that one is referred to, it is read
+            if size > left:
+                raise TooLarge(num_bytes + size)
+            return found, size
+
+        try:
+            referred, size = await kept.read(tenant, look)
+        except TooLarge as error:
+            raise _too_large("input", error.num_bytes, max_bytes) from None
+        num_bytes += size
+    return Asked(body, before, referred, keeps, passed_over), num_bytes
+
+
+def _too_large(param: str, num_bytes: int, max_bytes: int) -> ApiError:
+    message = (
+        f"The stored items that {param!r} refers to have {num_bytes} bytes, and a request may have {max_bytes}: send "
+        "the items that matter in 'input'."
+    )
+    return invalid(message, param, "stored_items_too_large")
 
 
 async def _stream(
@@ -225,6 +265,24 @@ def _listed(item: Item, referred: dict[str, Item]) -> Item:
     if kind != "reasoning":
         made["status"] = item.get("status") or "completed"
     return made
+
+
+def _page(items: list[Item], order: str, after: str | None, limit: int) -> InputItems:
+    """The items after one of them. Raises ApiError."""
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise invalid(f"'after' is {after[:100]!r}, which is none of the items.", "after")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return InputItems(data=page, first_id=first, last_id=last, has_more=len(items) > limit)
+
+
+def _encoded(response: ResponseObject | None) -> bytes | None:
+    return None if response is None else msgspec.json.encode(response)
 
 
 def _json(answer: msgspec.Struct) -> Response:

@@ -1,29 +1,34 @@
 """Responses that outlive their request: kept on disk, and made in the background.
 
-All work of the disk is done in one thread, never in the event loop.
+All work of the disk is done in threads, never in the event loop. Clients have turns there, and each kind of work has
+threads and connections of its own: a client that reads or writes much keeps no response from its beats.
 """
 
 import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Hashable
+from time import monotonic
 from typing import TypeVar
 
 from router import request_log
 from router.config import RouterConfig
 from router.errors import ApiError, internal
 from router.generation import Generation
-from router.protocols.response_store import LOST, ResponseStore, StoredResponse
+from router.protocols.response_store import LOST, STALE_S, Position, ResponseStore, StoredResponse, StoreFull
 from router.protocols.responses_objects import ResponseFailed
 from router.protocols.responses_writer import ResponsesFormat, written
 from router.sse import Emit
+from router.turns import Turns
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Work = Callable[[ResponseStore], Result]
 
+READERS = 2
 BEAT_S = 0.25  # also how long events of a background response wait for each other
 POLL_S = 0.1
 EVENTS = 512  # in one read
@@ -33,44 +38,141 @@ LAST_EVENTS = (b"event: response.completed", b"event: response.incomplete", b"ev
 
 class KeptResponses:
     """The store of a router, for its event loop. False where the router keeps no responses. The file is opened when it
-    is first needed."""
+    is first needed, by all connections at once. `news`: of what runs in the background."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._threads = ThreadPoolExecutor(1, "responses")
-        self._store: ResponseStore | None = None
+        self._opening = threading.Lock()
+        self._readers, self._writer, self._beater = self._lanes = _Lane(READERS), _Lane(1), _Lane(1)
+        self.news = News(self)
 
     def __bool__(self) -> bool:
         return self._config.response_store_dir is not None and self._config.response_store_bytes > 0
 
-    async def run(self, work: Callable[[ResponseStore], Result]) -> Result:
-        """Returns what `work` makes of the store, in its thread. Raises ApiError (503) where the disk fails."""
+    async def read(self, tenant: Hashable, work: Work[Result]) -> Result:
+        """Returns what `work` makes of the store, in the tenant's turn. Raises ApiError (503) where the disk fails."""
+        return await self._run(self._readers, tenant, work)
+
+    async def write(self, tenant: Hashable, work: Work[Result]) -> Result:
+        """As `read`, for what changes the store. Raises ApiError also (429) where it is full."""
+        return await self._run(self._writer, tenant, work)
+
+    async def beat(self, tenant: Hashable, work: Work[Result]) -> Result:
+        """As `write`, for what runs in the background: it waits for nothing else."""
+        return await self._run(self._beater, tenant, work)
+
+    async def keep(self, tenant: str, stored: StoredResponse) -> None:
+        """Keeps a response that is complete. Where the disk fails, the client has its answer all the same."""
+        with contextlib.suppress(ApiError):
+            await self.write(tenant, lambda store: store.put(tenant, stored))
+
+    async def close(self) -> None:
+        self.news.close()
+        for lane in self._lanes:
+            await lane.turns.close()
+            for store in lane.free:
+                store.close()
+
+    async def _run(self, lane: "_Lane", tenant: Hashable, work: Work[Result]) -> Result:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(self._opened()))
+            return await lane.turns.run(tenant, lambda: self._use(lane, work))
+        except StoreFull:
+            message = "Your responses that run in the background take all that they may of the store; try again later."
+            raise ApiError(429, message, code="overloaded", headers={"Retry-After": "5"}) from None
         except (sqlite3.Error, OSError):
             log.exception("the store of responses fails")
             message = "The store of responses cannot be read or written now; it has been logged."
             raise ApiError(503, message, code="store_unavailable", headers={"Retry-After": "2"}) from None
 
-    async def keep(self, tenant: str, stored: StoredResponse) -> None:
-        """Keeps a response that is complete. Where the disk fails, the client has its answer all the same."""
-        with contextlib.suppress(ApiError):
-            await self.run(lambda store: store.put(tenant, stored))
+    def _use(self, lane: "_Lane", work: Work[Result]) -> Result:
+        with self._opening:
+            for each in self._lanes:
+                while each.missing:
+                    each.free.append(self._open())
+                    each.missing -= 1
+            store = lane.free.pop()
+        try:
+            return work(store)
+        finally:
+            lane.free.append(store)
 
-    async def close(self) -> None:
-        store, self._store = self._store, None
-        if store is not None:
-            await asyncio.get_running_loop().run_in_executor(self._threads, store.close)
-        self._threads.shutdown(wait=False)
+    def _open(self) -> ResponseStore:
+        config = self._config
+        assert config.response_store_dir is not None
+        return ResponseStore(config.response_store_dir, config.response_store_bytes, config.response_store_age_s)
 
-    def _opened(self) -> ResponseStore:
-        if self._store is None:
-            config = self._config
-            assert config.response_store_dir is not None
-            self._store = ResponseStore(
-                config.response_store_dir, config.response_store_bytes, config.response_store_age_s
-            )
-        return self._store
+
+class _Lane:
+    """Threads for one kind of work, and a connection for each. `missing`: connections that are not open yet."""
+
+    def __init__(self, threads: int) -> None:
+        self.turns = Turns(threads, "responses")
+        self.free: list[ResponseStore] = []
+        self.missing = threads
+
+
+class News:
+    """Wakes those who follow responses in the background: at once for those of this router, whose `_Run` says what it
+    has kept; for those of others, one look at the store after the other is for all of them."""
+
+    def __init__(self, kept: KeptResponses) -> None:
+        self._kept = kept
+        self._here: dict[str, int] = {}  # the last event that is kept of each response that this router makes
+        self._waiting: dict[tuple[str, str], list[tuple[int, asyncio.Future[None]]]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    def begin(self, response_id: str) -> None:
+        self._here[response_id] = -1
+
+    def tell(self, tenant: str, response_id: str, last: int) -> None:
+        self._here[response_id] = last
+        self._wake((tenant, response_id), last)
+
+    def end(self, tenant: str, response_id: str) -> None:
+        self._here.pop(response_id, None)
+        self._wake((tenant, response_id))
+
+    async def wait(self, tenant: str, response_id: str, after: int) -> None:
+        """Returns when there may be an event after the one numbered `after`, or none will come any more."""
+        last = self._here.get(response_id)
+        if last is not None and last > after:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        followers = self._waiting.setdefault((tenant, response_id), [])
+        followers.append((after, future))
+        if last is None and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(self._look())
+        try:
+            await future
+        finally:
+            followers.remove((after, future))
+            if not followers and self._waiting.get((tenant, response_id)) is followers:
+                del self._waiting[tenant, response_id]
+
+    def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def _wake(self, response: tuple[str, str], last: int | None = None, error: ApiError | None = None) -> None:
+        for after, future in self._waiting.get(response, ()):
+            if not future.done() and (last is None or last > after):
+                future.set_result(None) if error is None else future.set_exception(error)
+
+    async def _look(self) -> None:
+        """Looks as long as a client follows a response of another router."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            asked = [response for response in self._waiting if response[1] not in self._here]
+            if not asked:
+                return
+            try:
+                found = await self._kept.read(None, lambda store: [store.position(*response) for response in asked])  # noqa: B023
+            except ApiError as error:
+                for response in asked:
+                    self._wake(response, error=error)
+                return
+            for response, position in zip(asked, found, strict=True):
+                self._wake(response, None if position is None or position.has_ended else position.last)
 
 
 class BackgroundRuns:
@@ -154,25 +256,44 @@ class _Run:
         self._keeps_events = keeps_events
         self._events: list[tuple[int, bytes]] = []
         self._number = 0
+        self._beaten_s = monotonic()
 
     async def run(self) -> None:
-        await self._kept.run(lambda store: store.put(self._tenant, self._stored))
+        kept, news = self._kept, self._kept.news
+        await kept.write(self._tenant, lambda store: store.put(self._tenant, self._stored))
+        news.begin(self.name)
         self.is_kept.set_result(None)
+        try:
+            if await self._make():
+                end = kept.beat(self._tenant, lambda store: store.put(self._tenant, self._stored, new=False))
+                ending = asyncio.ensure_future(end)
+                while not ending.done():  # a stop that comes now is too late
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([ending])
+                ending.result()
+        finally:
+            news.end(self._tenant, self.name)
+
+    async def _make(self) -> bool:
+        """Makes the response, and keeps its events. Returns whether it is still wanted."""
         work = asyncio.create_task(self._generation.stream(self._take))
         try:
             while not (await asyncio.wait([work], timeout=BEAT_S))[0]:
                 if not await self._beat():
-                    return
+                    return False
             error = work.exception()
             if error is not None:
                 await self._take(self._form.failed(_known(error, self.name)))
-            await self._beat()
+            while await self._beat() and self._events:  # the disk has failed for a moment
+                await asyncio.sleep(BEAT_S)
         except asyncio.CancelledError:  # by a client, who has said so to the store, or because the router ends
             self._stored.response.status, self._stored.response.error = "failed", LOST
+        except ApiError as error:  # of the store
+            self._form.failed(error)
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-        await self._kept.run(lambda store: store.put(self._tenant, self._stored, new=False))
+        return True
 
     async def _take(self, data: bytes) -> None:
         if self._keeps_events:
@@ -181,33 +302,48 @@ class _Run:
                 self._number += 1
 
     async def _beat(self) -> bool:
-        """Whether the response is still wanted."""
+        """Whether the response is still wanted. Where the disk fails for a moment, its events are kept later."""
         events, self._events = self._events, []
         status = "queued" if self._stored.response.status == "queued" else "in_progress"
-        return await self._kept.run(lambda store: store.beat(self.name, status, events))
+        try:
+            is_wanted = await self._kept.beat(self._tenant, lambda store: store.beat(self.name, status, events))
+        except ApiError as error:
+            if error.status != 503 or monotonic() > self._beaten_s + STALE_S:  # others take it as lost
+                raise
+            self._events = events + self._events
+            return True
+        self._beaten_s = monotonic()
+        if is_wanted and events:
+            self._kept.news.tell(self._tenant, self.name, events[-1][0])
+        return is_wanted
 
 
 async def follow(kept: KeptResponses, tenant: str, response_id: str, after: int, emit: Emit) -> None:
     """Emits the events of a response that has been begun as a stream in the background, by this router or another,
     after the one numbered `after`, until there will be no more."""
 
-    def read(store: ResponseStore) -> tuple[StoredResponse | None, list[tuple[int, bytes]]]:
-        return store.get(tenant, response_id), store.events(response_id, after, EVENTS)
+    def read(store: ResponseStore) -> tuple[Position | None, list[tuple[int, bytes]]]:
+        position = store.position(tenant, response_id)
+        has_more = position is not None and position.last > after
+        return position, store.events(response_id, after, EVENTS) if has_more else []
 
     last = b": no more events\n\n"
     emitted = False
     while True:
-        stored, events = await kept.run(read)
+        position, events = await kept.read(tenant, read)
         if events:
             after, last = events[-1]
             emitted = True
             await emit(b"".join(data for _, data in events))
             continue
-        if stored is None or stored.has_ended:
+        if position is None or position.has_ended:
             break
-        await asyncio.sleep(POLL_S)
-    if stored is not None and stored.response.status == "failed" and not last.startswith(LAST_EVENTS):
-        await emit(written(ResponseFailed(sequence_number=after + 1, response=stored.response)))
+        await kept.news.wait(tenant, response_id, after)
+    response = None
+    if position is not None and position.status == "failed" and not last.startswith(LAST_EVENTS):
+        response = await kept.read(tenant, lambda store: store.response(tenant, response_id))
+    if response is not None:
+        await emit(written(ResponseFailed(sequence_number=after + 1, response=response)))
     elif not emitted:
         await emit(last)
 

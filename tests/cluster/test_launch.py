@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import ipaddress
 import json
 import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -130,6 +132,9 @@ def test_a_server_answers_and_ends_without_a_trace(
         assert cards == {"tiny-llama": 4096, "small": 4096, "org/other": 512, "far": None}
         assert said("tiny-llama") == said("small") == said("far") != said("org/other")
         assert said("gone") == 404
+        assert reachable([psutil.Process(server.process.pid), *server.family()]) == []
+        (folder,) = Path("/tmp").glob(f"shoal-ray-{server.process.pid}-*")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         asked = httpx.post(f"{url}/v1/completions", json={"model": "small", "prompt": "Hello", "max_tokens": 1})
         found = shoal("logs", asked.headers["x-request-id"])
         assert found.returncode == 0 and "prompt_tokens=" in found.stdout
@@ -150,6 +155,20 @@ def test_a_server_answers_and_ends_without_a_trace(
         assert not list(Path("/tmp").glob(f"shoal-ray-{server.process.pid}-*"))
         with socket.create_server(("127.0.0.1", free_port)):
             pass  # nobody holds the port
+
+
+def reachable(processes: list[psutil.Process]) -> list[tuple[str, str, int]]:
+    """The sockets of processes that other machines can reach: each process's name, and the address and port."""
+    listening = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for found in process.net_connections(kind="inet"):
+                address = ipaddress.ip_address(found.laddr.ip) if found.laddr else None
+                if isinstance(address, ipaddress.IPv6Address):
+                    address = address.ipv4_mapped or address
+                if found.status == psutil.CONN_LISTEN and address is not None and not address.is_loopback:
+                    listening.append((process.name(), str(address), found.laddr.port))
+    return listening
 
 
 def shoal(*arguments: str) -> "subprocess.CompletedProcess[str]":

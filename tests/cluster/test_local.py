@@ -4,9 +4,12 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import socket
+import stat
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +174,101 @@ def test_an_address_where_nothing_listens(free_port: int) -> None:
         local.join(f"127.0.0.1:{free_port}")
 
 
-def test_what_dead_servers_left_is_removed() -> None:
-    mine = Path(f"/tmp/{local.PREFIX}{os.getpid()}-test")
-    dead = Path(f"/tmp/{local.PREFIX}{2**22 + 1}-test")  # no process has such an id
+@pytest.fixture
+def made() -> Iterator[Callable[[str], Path]]:
+    """Makes folders in /tmp with names that begin as those of servers, and removes them."""
+    folders: list[Path] = []
+
+    def make(name: str) -> Path:
+        folders.append(Path(f"/tmp/{local.PREFIX}{name}"))
+        folders[-1].mkdir()
+        return folders[-1]
+
+    yield make
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+NOBODY = 2**22 + 1  # no process has such an id
+
+
+def test_what_dead_servers_left_is_removed(made: Callable[[str], Path]) -> None:
+    mine, dead = made(f"{os.getpid()}-test"), made(f"{NOBODY}-test")
+    local._sweep()
+    assert (mine.exists(), dead.exists()) == (True, False)
+
+
+@pytest.mark.parametrize("name", ["x", "", "x-y", "-1-a", "0x1-a", "\u0661-a", "9" * 30 + "-a", "1-a b", "1"])
+def test_a_folder_that_is_no_servers_stops_nothing(made: Callable[[str], Path], name: str) -> None:
+    foreign = made(name)
+    link = Path(f"/tmp/{local.PREFIX}{NOBODY}-link{os.getpid()}")
+    link.symlink_to(foreign)
+    lost = Path(f"/tmp/{local.PREFIX}{NOBODY}-lost{os.getpid()}")
+    lost.symlink_to("/nowhere")
     try:
-        for folder in (mine, dead):
-            folder.mkdir()
         local._sweep()
-        assert (mine.exists(), dead.exists()) == (True, False)
+        assert foreign not in local.folders().values() and link not in local.folders().values()
+        assert foreign.exists() and link.is_symlink() and lost.is_symlink()
     finally:
-        mine.rmdir()
+        link.unlink()
+        lost.unlink()
+
+
+MAKES = "from cluster import local; print(local.make_folder(), flush=True); input()"
+
+
+@contextlib.contextmanager
+def server(*before: str) -> "Iterator[tuple[subprocess.Popen[str], Path]]":
+    """A process that has a folder, as `shoal serve`. `before`: a command that starts it."""
+    command = [*before, sys.executable, "-c", MAKES]
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        try:
+            yield process, folder
+        finally:
+            process.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_a_folder_is_its_users_alone_and_lives_as_long_as_its_server(made: Callable[[str], Path]) -> None:
+    with server() as (process, folder):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and local.folders()[process.pid] == folder
+        of_another = folder.rename(f"/tmp/{local.PREFIX}{NOBODY}-{os.getpid()}")  # as if its process were not seen
+        try:
+            local._sweep()
+            assert of_another.exists()
+            (of_another / local.LOCK).write_text("pid:[1]")  # of another container
+            assert of_another not in local.folders().values()
+            sockets = of_another / local.RAYS / "session_x" / "sockets"
+            sockets.mkdir(parents=True)
+            process.kill()
+            process.wait()
+            with socket.socket(socket.AF_UNIX) as left:  # by a Ray that nobody ends
+                left.bind(str(sockets / "raylet"))
+                left.listen()
+                local._sweep()
+                assert of_another.exists()
+            local._sweep()
+            assert not of_another.exists()
+        finally:
+            shutil.rmtree(of_another, ignore_errors=True)
+
+
+def test_a_token_that_is_made_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / ".ray" / "auth_token"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "theirs")
+    local._make_token()
+    assert not path.exists()
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    local._make_token()
+    made = path.read_text()
+    assert len(made) == 64 and stat.S_IMODE(path.stat().st_mode) == 0o600 and local.open_token() is None
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    path.chmod(0o644)  # as Ray makes it
+    local._make_token()
+    assert path.read_text() == made and local.open_token() == path

@@ -4,12 +4,12 @@ Each endpoint gets `SHOAL_FUZZ` damaged requests, 100 if that is not set; of all
 """
 
 import asyncio
+import gc
 import json
 import os
 import random
 import re
-import socket
-import struct
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +25,19 @@ from schemathesis.checks import CHECKS
 from schemathesis.generation import GenerationMode
 
 from .bodies import CHAT, COMPLETIONS, MESSAGES, MODEL, RESPONSES, SCHEMA, Sent, damaged, encoded, valid
+from .broken_off import break_off
 from .conftest import WAIT_S, Whole, parse_events, until
 from .endpoint_bodies import ENDPOINTS
+from .soak import Load
 
 pytestmark = [pytest.mark.usefixtures("unharmed"), pytest.mark.slow]
 
 DAMAGED = int(os.environ.get("SHOAL_FUZZ", "100"))  # requests at each endpoint
 VALID, VALID_AT_EACH, PER_OPERATION, BROKEN_OFF = DAMAGED * 5 // 4, DAMAGED // 4, DAMAGED // 16, 60
 AT_ONCE = 12
+SOAKED = DAMAGED // 5
+LEFT = SOAKED // 5  # objects of a class
+CHECKED = {name for name in sys.modules if name.startswith("router.")} - {"router.unknown_fields"}  # but for caches
 REFUSED = {400, 403, 404, 405, 409, 413, 415}
 ALONE = {"model": MODEL, "prompt": "The same for ever", "max_tokens": 12, "temperature": 0, "logprobs": 3}
 
@@ -267,30 +272,32 @@ def test_what_the_openapi_page_allows_and_what_it_does_not(whole: Whole) -> None
 
 
 def test_clients_that_break_off(whole: Whole) -> None:
-    def break_off(number: int) -> int:
-        chance = random.Random(number)
-        body = {"model": MODEL, "prompt": "x" * chance.randint(1, 60), "max_tokens": 250, "ignore_eos": True, "n": 2}
-        body |= {"stream": chance.random() < 0.7} | chance.choice([{}, {"regex": "[a-z]{250}"}, {"priority": 1}])
-        content = encoded(body)
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-        with socket.create_connection(whole.address, timeout=WAIT_S) as connection:
-            if chance.random() < 0.3:  # a reset instead of an orderly end
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            if chance.random() < 0.2:
-                connection.sendall((head + content)[: chance.randrange(1, len(head + content))])
-                return 0
-            connection.sendall(head + content)
-            wanted = chance.choice([0, 1, 200, 1000, 5000, 20_000]) if body["stream"] else 0
-            got = 0
-            while got < wanted and (data := connection.recv(4096)):
-                got += len(data)
-            return got
-
     with ThreadPoolExecutor(8) as threads:
-        got = list(threads.map(break_off, range(BROKEN_OFF)))
+        got = list(threads.map(break_off, [whole.address] * BROKEN_OFF, range(BROKEN_OFF)))
     assert sum(1 for read in got if read) > BROKEN_OFF / 4
     until(lambda: not whole.busy(), whole.busy)
     assert whole.engine.load().aborts >= BROKEN_OFF / 4
+
+
+def test_a_short_soak(whole: Whole) -> None:
+    """Requests of all kinds leave nothing of the router's behind. `make soak` goes on for an hour, and measures
+    processes."""
+    load = Load(whole.url)
+
+    def objects() -> Counter[str]:
+        asyncio.run(load.round(SOAKED))
+        whole.settled()
+        gc.collect()
+        kinds = (type(each) for each in gc.get_objects())
+        return Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__module__ in CHECKED)
+
+    objects()
+    first, second, third = objects(), objects(), objects()
+    assert load.errors == []
+    assert {name.partition(" ")[0] for name in load.statuses} == {"valid", "damaged", "broken", "kept", "late", "read"}
+    # A timer that was cancelled holds what belongs to it until its time has come: but not in each round more.
+    grown = {name: more for name, more in (second - first).items() if min(more, third[name] - second[name]) > LEFT}
+    assert not grown
 
 
 # ---------------------------------------------------------------- what a valid request must get

@@ -2,8 +2,11 @@
 
 import json
 import random
+import sqlite3
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ from pydantic import BaseModel
 
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
-from router.protocols.response_store import ResponseStore
+from router.protocols.response_store import FILE, ResponseStore
+from router.protocols.responses_runs import READERS
 from router.tokenizer import Tokenizer
+from router.turns import Turns
 from worker.messages import Generate
 
 from ...server.bodies import JUNK
@@ -422,6 +427,187 @@ def test_a_stream_breaks_off(says: Callable[..., Any]) -> None:
     assert [event.type for event in events[-2:]] == ["error", "response.failed"]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert stack.client.responses.retrieve(events[-1].response.id).status == "failed"
+
+
+# ---------------------------------------------------------------- nobody makes others wait
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], threading.Event]:
+    """Holds a method of all stores until the event is set."""
+    events: list[threading.Event] = []
+
+    def hold(name: str) -> threading.Event:
+        go_on = threading.Event()
+        events.append(go_on)
+        method = getattr(ResponseStore, name)
+
+        def waits(*arguments: Any) -> Any:
+            go_on.wait(20)
+            return method(*arguments)
+
+        monkeypatch.setattr(ResponseStore, name, waits)
+        return go_on
+
+    yield hold  # type: ignore[misc]
+    for event in events:
+        event.set()
+
+
+def test_reads_that_take_long_keep_nothing_from_its_beats(
+    says: Callable[..., Any], tmp_path: Path, held: Callable[[str], threading.Event]
+) -> None:
+    stack = says("Cold.")
+    old = ask(stack)
+    go_on = held("_find")
+    with ThreadPoolExecutor(6) as threads:
+        slow = [threads.submit(stack.client.responses.retrieve, old.id) for _ in range(6)]
+        made = ask(stack, background=True)
+        file = sqlite3.connect(tmp_path / "store" / FILE)
+        statuses = until_true(
+            lambda: file.execute("SELECT status FROM responses WHERE id = ?", (made.id,)).fetchone(),
+            lambda found: found == ("completed",),
+        )
+        assert statuses and not any(each.done() for each in slow)
+        go_on.set()
+        assert all(each.result() == old for each in slow)
+
+
+def until_true(look: Callable[[], Any], is_right: Callable[[Any], bool]) -> Any:
+    """Polls: a thread of the server's does it."""
+    for _ in range(2000):
+        if is_right(found := look()):
+            return found
+        time.sleep(0.01)
+    raise AssertionError(found)
+
+
+def test_a_client_that_reads_much_keeps_no_other_waiting(
+    says: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's turn is after at most one piece of work in each thread."""
+    keys = tmp_path / "keys"
+    keys.write_text("one\nother\n")
+    stack = says("Cold.", api_key_file=keys)
+    one, other = (stack.client.with_options(api_key=key).responses for key in ("one", "other"))
+    made = {each: each.create(model="tiny", input="x").id for each in (one, other)}
+    order: list[str] = []
+    may_read = threading.Semaphore(0)
+    response = ResponseStore.response
+
+    def counts(store: ResponseStore, tenant: str, response_id: str) -> Any:
+        may_read.acquire(timeout=20)
+        order.append(response_id)
+        return response(store, tenant, response_id)
+
+    monkeypatch.setattr(ResponseStore, "response", counts)
+    waiting: list[int] = []
+    run = Turns.run
+
+    async def counted(self: Turns, client: Any, work: Any) -> Any:
+        waiting.append(1)
+        return await run(self, client, work)
+
+    monkeypatch.setattr(Turns, "run", counted)
+    with ThreadPoolExecutor(21) as threads:
+        many = [threads.submit(one.retrieve, made[one]) for _ in range(20)]
+        until_true(lambda: len(waiting), lambda count: count == 20)
+        last = threads.submit(other.retrieve, made[other])
+        until_true(lambda: len(waiting), lambda count: count == 21)
+        may_read.release(21)
+        for each in (*many, last):
+            each.result()
+    assert order.index(made[other]) <= 2 * READERS
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_followers_decode_nothing_and_look_only_where_there_is_something(
+    says: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """Of a response of this router, and of one that another makes."""
+    makes = says(THOUGHT)
+    asked = makes if here else says("x")
+    makes.fakes["r0"].allow(5)
+    stream = ask(makes, background=True, stream=True)
+    first = next(iter(stream))
+    stream.close()
+    asked.client.responses.retrieve(first.response.id)
+    looks: list[str] = []
+    for name in ("response", "input", "position", "events"):
+        method = getattr(ResponseStore, name)
+        monkeypatch.setattr(
+            ResponseStore, name, lambda *given, name=name, method=method: (looks.append(name), method(*given))[1]
+        )
+    with ThreadPoolExecutor(20) as threads:
+        read = asked.client.responses.retrieve
+        followers = [
+            threads.submit(lambda: list(read(first.response.id, stream=True, starting_after=1))) for _ in range(20)
+        ]
+        until_true(lambda: looks.count("response"), lambda count: count == 20)  # each asks once whether it is there
+        until_true(lambda: looks.count("position"), lambda count: count >= 20)
+        makes.fakes["r0"].allow(None)
+        events = [each.result() for each in followers]
+    assert all(each == events[0] for each in events) and events[0][-1].type == "response.completed"
+    assert looks.count("response") == 20 and looks.count("input") == 0
+    batches = looks.count("events") / 20
+    assert batches <= 6, looks  # of its beats, whatever the number of polls
+
+
+def test_a_disk_that_fails_for_a_moment_loses_no_event(
+    says: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = says(THOUGHT)
+    beat = ResponseStore.beat
+    failures = iter(range(3))
+
+    def fails(*arguments: Any) -> bool:
+        if next(failures, None) is not None:
+            raise sqlite3.OperationalError("disk full")
+        return beat(*arguments)
+
+    monkeypatch.setattr(ResponseStore, "beat", fails)
+    events = list(ask(stack, background=True, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.completed" and next(failures, None) is None
+
+
+# ---------------------------------------------------------------- what requests refer to has bounds
+
+
+def unseen(size: int) -> list[dict[str, Any]]:
+    """Items of which most bytes are not in the prompt, where the template leaves thinking out."""
+    thought = {"type": "reasoning_text", "text": "x" * size}
+    thinking = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]}
+    return [{"role": "user", "content": "Hi"}, thinking, {"role": "user", "content": "Sure?"}]
+
+
+def test_a_chain_has_as_many_bytes_as_a_request_may(make_stack: Any, make_replica: Any, tmp_path: Path) -> None:
+    stack = make_stack(make_replica(), config=RouterConfig(response_store_dir=tmp_path, max_body_bytes=4096))
+    first = ask(stack, unseen(1500))
+    second = ask(stack, unseen(1500), previous_response_id=first.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(stack, "Sure?", previous_response_id=second.id)
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "stored_items_too_large")
+    assert ask(stack, "Sure?", previous_response_id=first.id)
+
+
+def test_items_that_are_referred_to_count_each_time(says: Callable[..., Any]) -> None:
+    stack = says("Cold.", max_body_bytes=4096)
+    made = ask(stack, [{"role": "user", "content": "x" * 400}])
+    (item,) = stack.client.responses.input_items.list(made.id).data
+    reference = {"type": "item_reference", "id": item.id}
+    ask(stack, [reference])
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(stack, [reference] * 10)
+    assert (caught.value.param, caught.value.code) == ("input", "stored_items_too_large")
+
+
+def test_what_runs_takes_half_of_the_store_at_most(make_stack: Any, make_replica: Any, tmp_path: Path) -> None:
+    stack = make_stack(make_replica(), config=RouterConfig(response_store_dir=tmp_path, response_store_bytes=20_000))
+    ask(stack, unseen(4000), background=True)
+    with pytest.raises(openai.RateLimitError) as caught:
+        ask(stack, unseen(12_000), background=True)
+    assert caught.value.code == "overloaded"
 
 
 # ---------------------------------------------------------------- namespaces

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -335,3 +336,13 @@ def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     del store
     with pytest.raises(RankLost, match="leading rank"):
         find_store(meeting)
+
+
+def test_ranks_of_one_machine_meet_where_others_cannot_reach_it() -> None:
+    before = set(psutil.Process().net_connections(kind="inet"))
+    store, meeting = open_store()
+    opened = [found for found in psutil.Process().net_connections(kind="inet") if found not in before]
+    listening = {found.laddr for found in opened if found.status == psutil.CONN_LISTEN}
+    assert {f"{ip}:{port}" for ip, port in listening} == {meeting.address.removeprefix("tcp://")}
+    find_store(meeting).set("a", "b")
+    assert store.get("a") == b"b"
