@@ -160,6 +160,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
         service.check_priority(body.priority, client_of(request))
         body = service.defaults.complete(body)
         job = await service.in_thread(
+            request,
             size,
             chat_job,
             body,
@@ -188,6 +189,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
 
         async def prepared(call: CompletionRequest, arrived: float) -> PreparedRequest:
             return await service.in_thread(
+                request,
                 size,
                 completion_job,
                 call,
@@ -224,6 +226,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
         if body.program is not None:
             branch = held_branch(service.programs, body.program, keys.tenant(request)).branch
         job = await service.in_thread(
+            request,
             size * len(body.choices),
             choices_job,
             body,
@@ -274,7 +277,7 @@ def _model_routes(models: Models) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """The tokens of a text or of a conversation."""
         service, body, size = await models.read(request, TokenizeRequest)
-        tokens = await service.in_thread(size, _tokens, service, body)
+        tokens = await service.in_thread(request, size, _tokens, service, body)
         spelled = service.tokenizer.spelled(tokens) if body.return_token_strs else None
         return _json(TokenizeResponse(tokens, len(tokens), service.context_length, spelled))
 
@@ -289,7 +292,9 @@ def _model_routes(models: Models) -> APIRouter:
         service, body, size = await models.read(request, DetokenizeRequest)
         check_token_ids(body.tokens, service.tokenizer.vocab_size, "tokens")
         skip = body.skip_special_tokens is True
-        return _json(DetokenizeResponse(await service.in_thread(size, service.tokenizer.decode, body.tokens, skip)))
+        return _json(
+            DetokenizeResponse(await service.in_thread(request, size, service.tokenizer.decode, body.tokens, skip))
+        )
 
     @routes.get(
         "/tokenizer_info",

@@ -117,6 +117,13 @@ def client_of(request: Request) -> ApiClient:
     return client
 
 
+def claimant(request: Request) -> str:
+    """Whose share of a router's bytes and threads a request takes: that of its client, or, on a server without keys,
+    of the address that it comes from, which may be a proxy's. Empty where there is none."""
+    tenant = client_of(request).tenant
+    return tenant or ("" if request.client is None else request.client.host)
+
+
 def _read(path: Path) -> dict[str, ApiClient]:
     try:
         return read_keys(path.read_text(encoding="utf-8"))

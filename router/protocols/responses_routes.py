@@ -56,6 +56,7 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
         items = sent_items(body, passed_over(request))
         asked = await _asked(kept, tenant, body, items, keeps, passed_over(request))
         job, response = await service.in_thread(
+            request,
             size + len(msgspec.json.encode(asked.before)),
             responses_job,
             asked,
