@@ -18,6 +18,7 @@ from router.generation import Generation
 from router.protocols.response_store import LOST, ResponseStore, StoredResponse
 from router.protocols.responses_objects import ResponseFailed
 from router.protocols.responses_writer import ResponsesFormat, written
+from router.shares import Shares
 from router.sse import Emit
 
 log = logging.getLogger(__name__)
@@ -79,15 +80,19 @@ class BackgroundRuns:
     def __init__(self, kept: KeptResponses, limit: int) -> None:
         self._kept = kept
         self._limit = limit
+        self._slots = Shares(limit)
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def start(
         self, tenant: str, stored: StoredResponse, generation: Generation, form: ResponsesFormat, keeps_events: bool
     ) -> None:
-        """Begins a response. Raises ApiError (429) where too many run. `keeps_events`: for clients that follow it."""
-        if len(self._running) >= self._limit:
-            message = f"{self._limit} responses run in the background, which is the limit; try again later."
+        """Begins a response. Raises ApiError (429) where too many run, or too many of this client's (`Shares`).
+        `keeps_events`: for clients that follow it."""
+        if self._slots.taken >= self._limit or not self._slots.has_room(tenant, 1):
+            message = f"{self._slots.taken} of at most {self._limit} responses run in the background"
+            message += ", and more of this client's would take the others' share; try again later."
             raise ApiError(429, message, code="overloaded", headers={"Retry-After": "5"})
+        self._slots.take(tenant, 1)
         name = stored.response.id
         run = _Run(self._kept, tenant, stored, generation, form, keeps_events)
         self._running[name] = task = asyncio.create_task(self._begin(run))
@@ -96,6 +101,7 @@ class BackgroundRuns:
 
         def ended(_: object) -> None:
             self._running.pop(name, None)
+            self._slots.give(tenant, 1)
             generation.ticket.end()
             if told is not None:
                 told.write()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster import local
@@ -181,3 +182,13 @@ def test_what_dead_servers_left_is_removed() -> None:
         assert (mine.exists(), dead.exists()) == (True, False)
     finally:
         mine.rmdir()
+
+
+def test_children_that_nobody_waits_for_are_reaped() -> None:
+    """As the compiler of a rank that was killed: `shoal serve` has adopted it."""
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    ended = local.reap(set())
+    assert child.pid in ended and psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE  # time for who waits
+    assert child.pid not in local.reap(ended) and not psutil.pid_exists(child.pid)
+    child.wait()

@@ -207,3 +207,27 @@ def test_long_texts_of_one_client_keep_no_other_out(
             ends.set()
         assert first.result(20).status_code == 200
     assert began == ["a", "b"]
+
+
+# ---------------------------------------------------------------- responses in the background
+
+
+def test_one_client_does_not_take_all_slots_of_the_background(
+    make_stack: Callable[..., Any], make_replica: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text(KEYS)
+    config = RouterConfig(
+        api_key_file=tmp_path / "keys", response_store_dir=tmp_path / "kept", max_background_responses=4
+    )
+    fake = make_replica().hold()
+    stack = make_stack(fake, config=config)
+
+    def begin(name: str) -> httpx.Response:
+        body = {"model": "tiny", "input": "x", "background": True}
+        return httpx.post(f"{stack.url}/v1/responses", json=body, headers=key(name))
+
+    assert [begin(name).status_code for name in "aaab"] == [200, 200, 429, 200]
+    assert begin("a").json()["error"]["code"] == "overloaded"
+    fake.allow(None)
+    stack.idle()
+    assert begin("a").status_code == 200
