@@ -2,9 +2,18 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from router.formats.families import PARSERS, THINKING, THINKING_ALIASES, TOOL_ALIASES, TOOLS
 
@@ -138,6 +147,17 @@ class RouterConfig(ModelConfig):
         description="file with accepted keys: one per line, or a table that gives each a name and limits; read again "
         "when it changes",
     )
+    require_auth_for_metrics_endpoint: bool = Field(
+        False,
+        description="whether /metrics needs a key, and with it all that tells of the server and its clients: /state, "
+        "/docs, /redoc and /openapi.json; any accepted key will do",
+    )
+    ssl_certfile: Path | None = Field(
+        None,
+        description="file with the certificate (PEM, and those that it depends on) by which the server speaks TLS; "
+        "read again when it changes. Only for routers that listen themselves, not behind Serve's proxies",
+    )
+    ssl_keyfile: Path | None = Field(None, description="file with the private key (PEM) of ssl_certfile")
     allow_runtime_lora_updating: bool = Field(
         False,
         description="whether clients may load and unload LoRA adapters (/v1/load_lora_adapter, "
@@ -199,6 +219,14 @@ class RouterConfig(ModelConfig):
             if origin.strip() != "*" and not _ORIGIN.fullmatch(origin.strip()):
                 raise ValueError("an origin is a scheme and a host, with nothing after them: https://chat.example.com")
         return value
+
+    @model_validator(mode="after")
+    def _doors(self) -> Self:
+        if self.require_auth_for_metrics_endpoint and self.api_key is None and self.api_key_file is None:
+            raise ValueError("require_auth_for_metrics_endpoint: there are no keys; set api_key or api_key_file")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile: set both, or neither")
+        return self
 
     @property
     def origins(self) -> list[str]:

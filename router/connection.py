@@ -149,6 +149,8 @@ class ClientConnection(HttpToolsProtocol):
         """Handles a client that stops sending. Returns whether the connection stays open for what is still to be
         sent."""
         cycle, running = self.cycle, self._running
+        if self.scheme == "https":  # there, who stops sending has left
+            return False
         if cycle is None or running is None or cycle.response_complete or cycle.more_body:
             return False
         if cycle.scope["http_version"] == "1.0" and not cycle.response_started:
@@ -320,7 +322,8 @@ class ClientConnection(HttpToolsProtocol):
         status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
         lines = [status, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
         self.transport.write("\r\n".join(lines).encode("latin-1") + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no such end
+            self.transport.write_eof()
         self._within(LINGER_S, self.transport.close)
 
 
