@@ -13,6 +13,7 @@ from router.auth import claimant
 from router.config import RouterConfig
 from router.errors import ApiError, busy, invalid
 from router.literals import allowed_values
+from router.memory import Trim
 from router.neutral_fields import without_neutral
 from router.requests import Body
 from router.shares import Shares
@@ -37,6 +38,7 @@ class HeldBytes:
     def __init__(self, limit: int, wait_s: Callable[[], float]) -> None:
         """`wait_s`: how long the queue is, in seconds."""
         self.shares = Shares(limit)
+        self.trim = Trim()
         self._wait_s = wait_s
 
     def body_of(self, client: str, state: dict[str, Any]) -> "HeldBody":
@@ -72,6 +74,7 @@ class HeldBody:
     def give(self) -> None:
         """Holds it no longer."""
         self._held.shares.give(self._client, self._bytes)
+        self._held.trim.after(self._bytes)
         self._bytes = 0
 
 

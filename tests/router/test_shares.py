@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from router import memory
 from router import service as services
 from router.body import LEAST_BYTES, HeldBytes, read_sent
 from router.config import RouterConfig
@@ -229,3 +230,28 @@ def test_one_client_does_not_take_all_slots_of_the_background(
     assert [begin(name).status_code for name in "aaab"] == [200, 200, 429, 200]
     assert begin("a").json()["error"]["code"] == "overloaded"
     fake.allow(None)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_memory_of_large_bodies_is_given_back_once_after_a_burst(
+    keyed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = keyed()
+    trims = threading.Semaphore(0)
+    monkeypatch.setattr(memory, "trim", trims.release)
+    large = BODY | {"user": "u" * memory.LARGE_BYTES}
+    monkeypatch.setattr(memory, "AFTER_S", 600)
+    assert httpx.post(f"{stack.url}/tokenize", json={"prompt": "x"}, headers=key("a")).status_code == 200
+    assert not stack.models._held.trim._is_due
+    monkeypatch.setattr(memory, "AFTER_S", 0)
+    assert httpx.post(f"{stack.url}/v1/completions", json=large, headers=key("a")).status_code == 200
+    assert trims.acquire(timeout=20)
+    monkeypatch.setattr(memory, "AFTER_S", 600)
+    for _ in range(2):
+        assert (
+            httpx.post(f"{stack.url}/tokenize", content=b" " * memory.LARGE_BYTES, headers=key("a")).status_code == 400
+        )
+    stack.until(lambda: stack.models._held.trim._is_due)
+    assert not trims.acquire(blocking=False)
