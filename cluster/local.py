@@ -215,8 +215,8 @@ class RayWatch:
 
 def reap(ended: set[int]) -> set[int]:
     """Reaps children of this process that had ended by the last look already, when this function returned `ended`:
-    nobody waits for what was adopted, such as the compiler of a rank that was killed. What somebody waits for is gone
-    by then, and of Ray's essential processes `RayWatch` must see the end."""
+    nothing waits for what was adopted, such as the compiler of a rank that was killed. A child that is waited for is
+    gone by then, and of Ray's essential processes `RayWatch` must see the end."""
     found = set()
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -118,8 +118,9 @@ class Keys:
 
 
 class RefusedKeys:
-    """The lines of the log about keys that were refused: who tried them and where. A key itself is in none of them.
-    Their number is bounded, for whoever tries many."""
+    """The lines of the log about keys that were refused: from which address, and for which path. A key itself is in
+    none of them.
+    Their number is bounded: a client may try many."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -137,7 +138,7 @@ class RefusedKeys:
             return
         self._told += 1
         peer = "nowhere" if request.client is None else request.client.host
-        # As `sha256sum` has it, so that an operator can look for a key. A digest that short tells nobody the key.
+        # As `sha256sum` has it, so that an operator can look for a key. A digest that short does not tell the key.
         digest = hashlib.sha256(token).hexdigest()[:DIGEST_CHARS]
         path = request.scope.get("path", "")[:MOST_PATH]
         text = "a key was refused, since %s: %r asked by %s, SHA-256 of the key %s..."

@@ -33,7 +33,7 @@ _NOTHING_ALLOWED = ("Expected `null`", "Expected `array` of length <= 0", "Expec
 
 class HeldBytes:
     """The bytes of all bodies that a router holds, against a limit. Bytes count once they are here: those that a client
-    only announces keep nobody out. Each client has a share of the limit (`Shares`)."""
+    only announces refuse no other request. Each client has a share of the limit (`Shares`)."""
 
     def __init__(self, limit: int, wait_s: Callable[[], float]) -> None:
         """`wait_s`: how long the queue is, in seconds."""
@@ -61,7 +61,7 @@ class HeldBody:
         self._bytes = 0
 
     def check(self, num_bytes: int) -> None:
-        """Raises ApiError (503) if it may not have so many bytes in all."""
+        """Raises ApiError (503) if it may not have this number of bytes in all."""
         if not self._held.shares.has_room(self._client, num_bytes, self._bytes):
             raise self._held.refusal()
 

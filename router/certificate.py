@@ -17,8 +17,8 @@ class Certificate:
     """The certificate and the key of a server, as `context` for its sockets.
 
     New files hold for connections that begin from then on; those that are there go on. Files that are missing or do not
-    belong together are refused: the log says why, and the certificate stays as it was. Somebody who replaces one file
-    after the other is refused in between, for a moment.
+    belong together are refused: the log says why, and the certificate stays as it was. Between the replacements of the
+    two files, there is one such refusal.
     """
 
     def __init__(self, certificate: Path, key: Path) -> None:

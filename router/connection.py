@@ -35,7 +35,7 @@ def protocol(config: RouterConfig) -> Callable[..., "ClientConnection"]:
 
 class WaitingConnections:
     """The connections of a server that wait for a request, or for the rest of one: those that may be closed to make
-    room, since nobody waits for an answer there. By the address of the other side, which may be a proxy's."""
+    room, since no client waits for an answer there. By the address of the other side, which may be a proxy's."""
 
     def __init__(self) -> None:
         self._by_peer: dict[str, dict[ClientConnection, None]] = {}

@@ -17,7 +17,7 @@ class Trim:
         self._is_due = False
 
     def after(self, num_bytes: int) -> None:
-        """Call it in the event loop when a request whose body had so many bytes has ended."""
+        """Call it in the event loop when a request with a body of `num_bytes` has ended."""
         if num_bytes >= LARGE_BYTES and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_later(AFTER_S, self._begin)

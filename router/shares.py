@@ -1,4 +1,4 @@
-"""What clients share: a resource that each may have at most a part of, so that something is left for the others."""
+"""Shares of clients in a resource: each may have a part of it at most, so that something is left for the others."""
 
 from collections import Counter
 
@@ -8,8 +8,8 @@ class Shares:
 
     A client may take as much as would be left for all others then: one client alone gets about half of the resource,
     two that take all they can a third each, and so on (the dynamic threshold of Choudhury and Hahne, as switches have
-    it for their buffers). So somebody who comes later always finds room, and nothing has to be taken back. The client
-    without a name, which is all there is where nobody can be told apart, may take the whole.
+    it for their buffers). So a client that comes later finds room, and nothing has to be taken back. The client without
+    a name stands for all, where clients cannot be told apart, and may take the whole.
     """
 
     def __init__(self, limit: int) -> None:
@@ -18,8 +18,8 @@ class Shares:
         self._by_client: Counter[str] = Counter()
 
     def has_room(self, client: str, units: int, counted: int = 0) -> bool:
-        """Whether the client may take so many: `counted` of them it has already, for the same purpose. Whoever finds
-        the rest of the resource unused may take any number."""
+        """Whether the client may take this number: `counted` of them it has already, for the same purpose. Where the
+        rest of the resource is unused, any number may be taken."""
         rest = self.taken - counted
         own = self._by_client[client] - counted if client else 0
         return not rest or own + units <= self._limit - rest

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 class TurnThreads:
     """Threads for short work. Where all are busy, the clients that wait are served one after the other, each with one
-    piece of its work, so that nobody waits for another client's queue. Used from one event loop."""
+    piece of its work, so that no client waits for another's queue. Used from one event loop."""
 
     def __init__(self, threads: int, name: str, each: int | None = None) -> None:
         """`each`: how many of the threads one client may have at once."""

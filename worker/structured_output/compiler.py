@@ -54,8 +54,8 @@ class _Asked:
 class GrammarCompiler:
     """Compiles grammars in the background, and caches those used last.
 
-    - Clients take turns: one that asks for many slow grammars waits for them itself. A grammar that nobody waits for
-      any more is dropped, if its turn has not come.
+    - Clients take turns: one that asks for many slow grammars waits for them itself. A grammar for which no request
+      waits any more is dropped, if its turn has not come.
     - Refusals are remembered for a while, too.
     - The cache takes up to `cache_bytes`. Evicted grammars that requests still hold may take as much again; then no
       other is compiled until some are freed.
@@ -270,7 +270,7 @@ class GrammarCompiler:
             if isinstance(error, GrammarError):
                 self._refuse(grammar, error)
             if not self._keeps(grammar, done):
-                return  # nobody waited for it any more when its turn came
+                return  # no request waited for it any more when its turn came
             if done.cancelled() or error is not None:
                 del self._kept[grammar]
                 return
@@ -302,7 +302,7 @@ class GrammarCompiler:
         return asked is not None and asked.future is future
 
     def _refusal(self, grammar: Grammar) -> GrammarError | None:
-        """What is remembered of a grammar that is at fault."""
+        """The error of a grammar that was refused, while it is remembered."""
         error, until_s = self._refused.get(grammar, (None, 0.0))
         if error is None or time.monotonic() < until_s:
             return error
