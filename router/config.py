@@ -167,19 +167,25 @@ class RouterConfig(ModelConfig):
     max_held_bytes: int = Field(
         256 << 20,
         ge=1024,
-        description="most bytes of request bodies that a router holds at once, each until its answer ends; further "
-        "requests get 503",
+        description="most bytes of request bodies that a router holds at once, each until its answer ends; a client "
+        "may hold as many as would be left for others then (alone, half), and further requests of it get 503",
     )
     max_header_bytes: int = Field(
         32 << 10,
         ge=256,
         description="most bytes of request line and headers together; larger ones get 431 (or 414)",
     )
-    max_connections: int = Field(8192, ge=1, description="most client connections to one router; further ones get 503")
+    max_connections: int = Field(
+        8192,
+        ge=1,
+        description="most client connections to one router; a further one takes the place of one that waits for a "
+        "request, and gets 503 if all are being answered",
+    )
     header_timeout_s: float = Field(
         10.0,
         gt=0,
-        description="seconds that a client has to send the headers of a request, and to begin its first request",
+        description="seconds that a client has to send the headers of a request, to begin its first request, for each "
+        "8 KiB of a body, and for a TLS handshake",
     )
     body_timeout_s: float = Field(
         60.0, gt=0, description="seconds that a client has to send the body of a request; slower ones get 408"
@@ -209,7 +215,10 @@ class RouterConfig(ModelConfig):
         "the cache folder",
     )
     max_background_responses: int = Field(
-        64, ge=1, description="most responses that a router makes in the background at once; further ones get 429"
+        64,
+        ge=1,
+        description="most responses that a router makes in the background at once; further ones get 429, and those of "
+        "a client that has as many as would be left for others then (alone, half)",
     )
 
     @field_validator("cors_origins")

@@ -114,7 +114,7 @@ class ClientConnection(HttpToolsProtocol):
         """Closes the connection now, whatever of an answer its client has not read."""
         self._waiting.discard(self)
         self.connections.discard(self)
-        if self.transport.get_write_buffer_size():
+        if self.scheme == "https" or self.transport.get_write_buffer_size():  # closing would wait for the client
             self.transport.abort()
         else:
             self.transport.close()
