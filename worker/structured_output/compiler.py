@@ -92,7 +92,8 @@ class GrammarCompiler:
         self._lazy: dict[bool, LazyVocabulary] = {}
         self._infos: dict[tuple[str, ...], xgrammar.TokenizerInfo] = {}
         self._kept: OrderedDict[Grammar, _Asked] = OrderedDict()
-        self._refused: OrderedDict[Grammar, tuple[GrammarError, float]] = OrderedDict()  # with its end
+        self._refused: dict[Grammar, tuple[GrammarError, float]] = {}  # and until when
+        self._refused_chars = 0
         self._reading = threading.Lock()
         self._room = threading.Condition()
         self._bytes = 0  # of all grammars, in the cache or held by requests
@@ -306,19 +307,24 @@ class GrammarCompiler:
         error, until_s = self._refused.get(grammar, (None, 0.0))
         if error is None or time.monotonic() < until_s:
             return error
-        del self._refused[grammar]
+        self._forget(grammar)
         return None
 
     def _refuse(self, grammar: Grammar, error: GrammarError) -> None:
+        self._forget(grammar)
         self._refused[grammar] = error, time.monotonic() + _REFUSED_S
-        self._refused.move_to_end(grammar)
-        chars = {each: len(each.text) + len(str(why)) + 200 for each, (why, _) in self._refused.items()}
-        total = sum(chars.values())
-        for oldest, size in chars.items():
-            if total <= _MOST_REFUSED_CHARS:
-                break
-            del self._refused[oldest]
-            total -= size
+        self._refused_chars += _chars(grammar, error)
+        while self._refused_chars > _MOST_REFUSED_CHARS:
+            self._forget(next(iter(self._refused)))
+
+    def _forget(self, grammar: Grammar) -> None:
+        error, _ = self._refused.pop(grammar, (None, 0.0))
+        if error is not None:
+            self._refused_chars -= _chars(grammar, error)
+
+
+def _chars(grammar: Grammar, error: GrammarError) -> int:
+    return len(grammar.text) + len(str(error)) + 200  # and what an entry takes by itself
 
 
 def _trim() -> None:
