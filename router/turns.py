@@ -30,14 +30,19 @@ class TurnThreads:
             self._take(client)
         else:
             await self._turn(client)
-        loop = asyncio.get_running_loop()
         try:
             done = self._executor.submit(work, *arguments)
         except RuntimeError:  # closed
             self._give(client)
             raise
-        done.add_done_callback(lambda _: _soon(loop, partial(self._give, client)))
-        return await asyncio.wrap_future(done)
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            if done.done():
+                self._give(client)
+            else:
+                loop = asyncio.get_running_loop()
+                done.add_done_callback(lambda _: _soon(loop, partial(self._give, client)))
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
