@@ -38,6 +38,7 @@ from cluster.followed_config import FollowedConfig, rescaled
 from cluster.joined import Deployed
 from cluster.models import resolve, sampling_defaults, with_draft_folder
 from router.auth import Keys
+from router.listener import certificate_of
 
 POLL_S = 0.2
 START_S = 600.0  # that a server without replicas may take
@@ -121,6 +122,10 @@ class _Launch:
             Keys(self._config)
         except (OSError, ValueError) as error:
             raise LaunchError(f"api_key_file: {error}") from error
+        try:
+            certificate_of(self._config)
+        except OSError as error:
+            raise LaunchError(f"ssl_certfile, ssl_keyfile: {error}") from error
         try:
             upstream_keys(self._config)
         except ConfigError as error:
@@ -398,7 +403,7 @@ class _Launch:
     @property
     def _url(self) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._config.host, self._config.host)
-        return f"http://{host}:{self._config.port}"
+        return f"http{'s' if self._config.ssl_certfile else ''}://{host}:{self._config.port}"
 
     # ------------------------------------------------------------ the terminal
 

@@ -227,6 +227,7 @@ class RayWatch:
         """`tell` is called with the reason. Then all descendants are killed, and this process ends with exit code 1."""
         self._tell = tell
         self._seen = set[str]()
+        self._ended = set[int]()
         self._over = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
@@ -242,6 +243,7 @@ class RayWatch:
                 while _kill_children():
                     pass
                 os._exit(1)
+            self._ended = reap(self._ended)
 
     def gone(self) -> list[str]:
         """The names of the essential processes that have ended."""
@@ -252,6 +254,21 @@ class RayWatch:
                 (ended if is_zombie else names).add(process.name())
         self._seen.update(names | ended)
         return [name for name in HEART if name in self._seen and name not in names]
+
+
+def reap(ended: set[int]) -> set[int]:
+    """Reaps children of this process that had ended by the last look already, when this function returned `ended`:
+    nothing waits for what was adopted, such as the compiler of a rank that was killed. A child that is waited for is
+    gone by then, and of Ray's essential processes `RayWatch` must see the end."""
+    found = set()
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_ZOMBIE and process.name() not in HEART:
+                found.add(process.pid)
+    for pid in found & ended:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    return found - ended
 
 
 def reasons(folder: Path) -> list[str]:

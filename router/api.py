@@ -14,12 +14,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import metadata
 from time import perf_counter
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -77,6 +79,7 @@ from router.service import Service
 from router.sse import ClientGone, EventStream, unless_gone
 from router.templates import TemplateStream, template_calls
 
+OPENAPI = "/openapi.json"
 PREFLIGHT_S = 600  # how long a browser may cache the answer to a CORS preflight
 
 
@@ -92,14 +95,16 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
         finally:
             await models.close()
 
+    config = models.config
+    closed = config.require_auth_for_metrics_endpoint
     app = FastAPI(
         title="Shoal",
         description="Large language models behind OpenAI's protocol",
         version=_version(),
         lifespan=lifespan,
         redirect_slashes=False,
+        openapi_url=None if closed else OPENAPI,  # without it, there is no page of the documentation either
     )
-    config = models.config
     keys = Keys(config, models.metrics)
     limits = RateLimits(models.metrics)
     models.share(limits)
@@ -111,9 +116,12 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
     app.include_router(responses_routes(models, keys, limits), dependencies=dependencies)
     app.include_router(_model_routes(models), dependencies=dependencies)
     app.include_router(adapter_routes(models), dependencies=dependencies)
-    app.include_router(_operator_routes(models, app.version))
+    inside: list[Any] = dependencies if closed else []
+    app.include_router(_operator_routes(models, app.version, inside))
     app.include_router(control_routes(models, keys))
-    app.include_router(page_routes(models, app.version, bool(keys)))
+    app.include_router(page_routes(models, app.version, bool(keys), inside))
+    if closed:
+        app.include_router(_documentation(app), dependencies=inside)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _nobody)
@@ -160,6 +168,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
         service.check_priority(body.priority, client_of(request))
         body = service.defaults.complete(body)
         job = await service.in_thread(
+            request,
             size,
             chat_job,
             body,
@@ -188,6 +197,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
 
         async def prepared(call: CompletionRequest, arrived: float) -> PreparedRequest:
             return await service.in_thread(
+                request,
                 size,
                 completion_job,
                 call,
@@ -224,6 +234,7 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
         if body.program is not None:
             branch = held_branch(service.programs, body.program, keys.tenant(request)).branch
         job = await service.in_thread(
+            request,
             size * len(body.choices),
             choices_job,
             body,
@@ -274,7 +285,7 @@ def _model_routes(models: Models) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """The tokens of a text or of a conversation."""
         service, body, size = await models.read(request, TokenizeRequest)
-        tokens = await service.in_thread(size, _tokens, service, body)
+        tokens = await service.in_thread(request, size, _tokens, service, body)
         spelled = service.tokenizer.spelled(tokens) if body.return_token_strs else None
         return _json(TokenizeResponse(tokens, len(tokens), service.context_length, spelled))
 
@@ -289,7 +300,9 @@ def _model_routes(models: Models) -> APIRouter:
         service, body, size = await models.read(request, DetokenizeRequest)
         check_token_ids(body.tokens, service.tokenizer.vocab_size, "tokens")
         skip = body.skip_special_tokens is True
-        return _json(DetokenizeResponse(await service.in_thread(size, service.tokenizer.decode, body.tokens, skip)))
+        return _json(
+            DetokenizeResponse(await service.in_thread(request, size, service.tokenizer.decode, body.tokens, skip))
+        )
 
     @routes.get(
         "/tokenizer_info",
@@ -304,7 +317,25 @@ def _model_routes(models: Models) -> APIRouter:
     return routes
 
 
-def _operator_routes(models: Models, version: str) -> APIRouter:
+def _documentation(app: FastAPI) -> APIRouter:
+    """The OpenAPI page, and the pages that show it, as FastAPI has them. It does not let them have dependencies."""
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get(OPENAPI)
+    async def openapi_page() -> Response:
+        return JSONResponse(app.openapi())
+
+    for path, page in (("/docs", get_swagger_ui_html), ("/redoc", get_redoc_html)):
+        routes.add_api_route(path, partial(_shown, page, app.title))
+    return routes
+
+
+async def _shown(page: Callable[..., Response], title: str) -> Response:
+    return page(openapi_url=OPENAPI.removeprefix("/"), title=title)
+
+
+def _operator_routes(models: Models, version: str, inside: list[Any]) -> APIRouter:
+    """`inside`: what a request for the metrics depends on."""
     routes = APIRouter(tags=["operation"])
 
     def reached() -> dict[str, int]:
@@ -332,7 +363,10 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
         """The version of Shoal."""
         return _json(Version(version))
 
-    @routes.get("/metrics", responses={200: {"description": "the metrics", "content": {"text/plain": {}}}})
+    answers = openapi.errors(*([401] if inside else []))
+    answers[200] = {"description": "the metrics", "content": {"text/plain": {}}}
+
+    @routes.get("/metrics", dependencies=inside, responses=answers)
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
         page = []

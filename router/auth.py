@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from router.metrics import Metrics
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0  # how often the key file is looked at, while requests come
+AUDIT_S, MOST_TOLD = 60.0, 10  # lines about refused keys in a time
+MOST_PATH, DIGEST_CHARS = 200, 8  # characters in such a line
 
 
 class Keys:
@@ -46,9 +49,10 @@ class Keys:
         self._own = {key: keyed(key) for key in own}
         # The time of a search among digests says nothing about the keys: the digests are secret.
         self._salt = os.urandom(16)
-        self._seen = None if self._file is None else _state(self._file)
+        self._seen = None if self._file is None else file_state(self._file)
         self._clients = self._by_digest({} if self._file is None else _read(self._file))
         self._looked_s = clock()
+        self._audit = RefusedKeys(clock)
 
     def __bool__(self) -> bool:
         return bool(self._clients)
@@ -74,8 +78,10 @@ class Keys:
             if client is not None:
                 break
         else:
+            self._audit.refused(request, token, "it is not known")
             raise _unauthorized("The API key is not one that this server accepts.")
         if client.expires is not None and client.expires <= self._now():
+            self._audit.refused(request, token, f"that of {client.name} has expired")
             raise _unauthorized("The API key has expired.")
         request.state.client = client
 
@@ -88,7 +94,7 @@ class Keys:
         if self._file is None or self._clock() < self._looked_s + LOOK_EVERY_S:
             return
         self._looked_s = self._clock()
-        state = _state(self._file)
+        state = file_state(self._file)
         if state == self._seen:
             return
         self._seen = state
@@ -111,10 +117,45 @@ class Keys:
         return hashlib.blake2b(token, key=self._salt, digest_size=16).digest()
 
 
+class RefusedKeys:
+    """The lines of the log about keys that were refused: from which address, and for which path. A key itself is in
+    none of them.
+    Their number is bounded: a client may try many."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until_s = -math.inf  # when the next lines may be written
+        self._told = self._untold = 0
+
+    def refused(self, request: Request, token: bytes, why: str) -> None:
+        """Writes a line about a key, unless there were too many of late."""
+        if self._clock() >= self._until_s:
+            if self._untold:
+                log.warning("%d further requests with keys that are refused came in %g s", self._untold, AUDIT_S)
+            self._until_s, self._told, self._untold = self._clock() + AUDIT_S, 0, 0
+        if self._told == MOST_TOLD:
+            self._untold += 1
+            return
+        self._told += 1
+        peer = "nowhere" if request.client is None else request.client.host
+        # As `sha256sum` has it, so that an operator can look for a key. A digest that short does not tell the key.
+        digest = hashlib.sha256(token).hexdigest()[:DIGEST_CHARS]
+        path = request.scope.get("path", "")[:MOST_PATH]
+        text = "a key was refused, since %s: %r asked by %s, SHA-256 of the key %s..."
+        log.warning(text, why, path, peer, digest)
+
+
 def client_of(request: Request) -> ApiClient:
     """The client of a request that `Keys.check` has let through."""
     client: ApiClient = request.state.client
     return client
+
+
+def claimant(request: Request) -> str:
+    """Whose share of a router's bytes and threads a request takes: that of its client, or, on a server without keys,
+    of the address that it comes from, which may be a proxy's. Empty where there is none."""
+    tenant = client_of(request).tenant
+    return tenant or ("" if request.client is None else request.client.host)
 
 
 def _read(path: Path) -> dict[str, ApiClient]:
@@ -126,7 +167,7 @@ def _read(path: Path) -> dict[str, ApiClient]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _state(path: Path) -> tuple[int, ...] | None:
+def file_state(path: Path) -> tuple[int, ...] | None:
     """Properties of the file that differ after a change; None if it is missing. Links, which Kubernetes' Secrets are,
     are followed."""
     try:

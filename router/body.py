@@ -9,16 +9,21 @@ import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from router.auth import claimant
+from router.config import RouterConfig
 from router.errors import ApiError, busy, invalid
 from router.literals import allowed_values
+from router.memory import Trim
 from router.neutral_fields import without_neutral
 from router.requests import Body
+from router.shares import Shares
 from router.sse import ClientGone
 from router.unknown_fields import without_unknown
 
 Known = TypeVar("Known", bound=Body)
 
 MOST_SAID = 1000  # characters of a fault
+LEAST_BYTES = 8 << 10  # of a body in each `header_timeout_s`, unless it ends
 
 _AT = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
@@ -27,37 +32,62 @@ _NOTHING_ALLOWED = ("Expected `null`", "Expected `array` of length <= 0", "Expec
 
 
 class HeldBytes:
-    """The bytes of all bodies that a router holds, against a limit. `held`: those of now."""
+    """The bytes of all bodies that a router holds, against a limit. Bytes count once they are here: those that a client
+    only announces refuse no other request. Each client has a share of the limit (`Shares`)."""
 
     def __init__(self, limit: int, wait_s: Callable[[], float]) -> None:
         """`wait_s`: how long the queue is, in seconds."""
-        self.held = 0
-        self._limit = limit
+        self.shares = Shares(limit)
+        self.trim = Trim()
         self._wait_s = wait_s
 
-    def take(self, state: dict[str, Any], num_bytes: int) -> None:
-        """Counts bytes until the request of this `state` ends, when the middleware calls its `at_end`. Raises ApiError
-        (503) where there is no room, unless the request is the only one."""
-        if self.held and self.held + num_bytes > self._limit:
-            raise busy("The server holds too many requests; try again in {} s.", self._wait_s(), status=503)
-        self.held += num_bytes
+    def body_of(self, client: str, state: dict[str, Any]) -> "HeldBody":
+        """A body of this client, held until the request of this `state` ends, when the middleware calls its
+        `at_end`."""
+        body = HeldBody(self, client)
+        state.setdefault("at_end", []).append(body.give)
+        return body
 
-        def give() -> None:
-            self.held -= num_bytes
+    def refusal(self) -> ApiError:
+        """The error (503) for a body that has no room."""
+        return busy("The server holds too many requests; try again in {} s.", self._wait_s(), status=503)
 
-        state.setdefault("at_end", []).append(give)
+
+class HeldBody:
+    """A body as it comes."""
+
+    def __init__(self, held: HeldBytes, client: str) -> None:
+        self._held, self._client = held, client
+        self._bytes = 0
+
+    def check(self, num_bytes: int) -> None:
+        """Raises ApiError (503) if it may not have this number of bytes in all."""
+        if not self._held.shares.has_room(self._client, num_bytes, self._bytes):
+            raise self._held.refusal()
+
+    def add(self, num_bytes: int) -> None:
+        """Holds more of it. Raises ApiError (503) where there is no room."""
+        self.check(self._bytes + num_bytes)
+        self._held.shares.take(self._client, num_bytes)
+        self._bytes += num_bytes
+
+    def give(self) -> None:
+        """Holds it no longer."""
+        self._held.shares.give(self._client, self._bytes)
+        self._held.trim.after(self._bytes)
+        self._bytes = 0
 
 
-async def read_sent(request: Request, max_bytes: int, timeout_s: float, held: HeldBytes) -> bytes:
+async def read_sent(request: Request, limits: RouterConfig, held: HeldBytes) -> bytes:
     """Returns the body as it was sent. Raises ClientGone if the client disconnects before the whole body is here, and
     ApiError:
 
     | status | reason |
     | --- | --- |
-    | 408 | the body took longer than `timeout_s` |
-    | 413 | the body has more than `max_bytes`, counted while reading: a body need not announce its length |
+    | 408 | the body took longer than `body_timeout_s`, or `header_timeout_s` brought less than `LEAST_BYTES` of it |
+    | 413 | the body has more than `max_body_bytes`, counted while reading: a body need not announce its length |
     | 415 | the body is compressed |
-    | 503 | all bodies have more bytes than `held` may have |
+    | 503 | its client's share of the bytes that `held` may have is used up |
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
@@ -67,18 +97,7 @@ async def read_sent(request: Request, max_bytes: int, timeout_s: float, held: He
             code="unsupported_encoding",
             headers={"Accept-Encoding": "identity"},
         )
-    try:
-        async with asyncio.timeout(timeout_s):
-            body = await _read(request, max_bytes, held)
-    except TimeoutError:
-        message = f"The body of the request took longer than {timeout_s:g} s."
-        raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
-    except ClientDisconnect:
-        raise ClientGone from None
-    return bytes(body)
-
-
-async def _read(request: Request, max_bytes: int, held: HeldBytes) -> bytearray:
+    max_bytes = limits.max_body_bytes
     too_large = ApiError(
         413, f"The body of the request is larger than the limit of {max_bytes} bytes.", code="request_too_large"
     )
@@ -86,16 +105,30 @@ async def _read(request: Request, max_bytes: int, held: HeldBytes) -> bytearray:
     expected = int(announced) if announced.isdecimal() else 0
     if expected > max_bytes:
         raise too_large
-    state = request.scope.setdefault("state", {})
-    held.take(state, expected)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
-    if len(body) > expected:  # its length was not announced
-        held.take(state, len(body) - expected)
-    return body
+    counted = held.body_of(claimant(request), request.scope.setdefault("state", {}))
+    counted.check(expected)
+    clock = asyncio.get_running_loop().time
+    ends_s = clock() + limits.body_timeout_s
+    body, due = bytearray(), LEAST_BYTES
+    try:
+        async with asyncio.timeout_at(min(ends_s, clock() + limits.header_timeout_s)) as timeout:
+            async for chunk in request.stream():
+                counted.add(len(chunk))
+                body += chunk
+                if len(body) > max_bytes:
+                    raise too_large
+                if len(body) >= due:
+                    due = len(body) + LEAST_BYTES
+                    timeout.reschedule(min(ends_s, clock() + limits.header_timeout_s))
+    except TimeoutError:
+        message = f"The body of the request took longer than {limits.body_timeout_s:g} s."
+        if clock() < ends_s:
+            least = f"less than {LEAST_BYTES} bytes of it in {limits.header_timeout_s:g} s"
+            message = f"The body of the request comes too slowly: {least}."
+        raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return bytes(body)
 
 
 def parse(model: type[Known], body: bytes, passed_over: set[str] | None = None) -> Known:

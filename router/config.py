@@ -2,9 +2,18 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from router.formats.families import PARSERS, THINKING, THINKING_ALIASES, TOOL_ALIASES, TOOLS
 
@@ -138,6 +147,17 @@ class RouterConfig(ModelConfig):
         description="file with accepted keys: one per line, or a table that gives each a name and limits; read again "
         "when it changes",
     )
+    require_auth_for_metrics_endpoint: bool = Field(
+        False,
+        description="whether /metrics needs a key, and with it all that tells of the server and its clients: /state, "
+        "/docs, /redoc and /openapi.json; any accepted key will do",
+    )
+    ssl_certfile: Path | None = Field(
+        None,
+        description="file with the certificate (PEM, and those that it depends on) by which the server speaks TLS; "
+        "read again when it changes. Only for routers that listen themselves, not behind Serve's proxies",
+    )
+    ssl_keyfile: Path | None = Field(None, description="file with the private key (PEM) of ssl_certfile")
     allow_runtime_lora_updating: bool = Field(
         False,
         description="whether clients may load and unload LoRA adapters (/v1/load_lora_adapter, "
@@ -147,19 +167,25 @@ class RouterConfig(ModelConfig):
     max_held_bytes: int = Field(
         256 << 20,
         ge=1024,
-        description="most bytes of request bodies that a router holds at once, each until its answer ends; further "
-        "requests get 503",
+        description="most bytes of request bodies that a router holds at once, each until its answer ends; a client "
+        "may hold as many as would be left for others then (alone, half), and further requests of it get 503",
     )
     max_header_bytes: int = Field(
         32 << 10,
         ge=256,
         description="most bytes of request line and headers together; larger ones get 431 (or 414)",
     )
-    max_connections: int = Field(8192, ge=1, description="most client connections to one router; further ones get 503")
+    max_connections: int = Field(
+        8192,
+        ge=1,
+        description="most client connections to one router; a further one takes the place of one that waits for a "
+        "request, and gets 503 if all are being answered",
+    )
     header_timeout_s: float = Field(
         10.0,
         gt=0,
-        description="seconds that a client has to send the headers of a request, and to begin its first request",
+        description="seconds that a client has to send the headers of a request, to begin its first request, for each "
+        "8 KiB of a body, and for a TLS handshake",
     )
     body_timeout_s: float = Field(
         60.0, gt=0, description="seconds that a client has to send the body of a request; slower ones get 408"
@@ -190,7 +216,10 @@ class RouterConfig(ModelConfig):
         "the cache folder",
     )
     max_background_responses: int = Field(
-        64, ge=1, description="most responses that a router makes in the background at once; further ones get 429"
+        64,
+        ge=1,
+        description="most responses that a router makes in the background at once; further ones get 429, and those of "
+        "a client that has as many as would be left for others then (alone, half)",
     )
 
     @field_validator("cors_origins")
@@ -200,6 +229,14 @@ class RouterConfig(ModelConfig):
             if origin.strip() != "*" and not _ORIGIN.fullmatch(origin.strip()):
                 raise ValueError("an origin is a scheme and a host, with nothing after them: https://chat.example.com")
         return value
+
+    @model_validator(mode="after")
+    def _doors(self) -> Self:
+        if self.require_auth_for_metrics_endpoint and self.api_key is None and self.api_key_file is None:
+            raise ValueError("require_auth_for_metrics_endpoint: there are no keys; set api_key or api_key_file")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile: set both, or neither")
+        return self
 
     @property
     def origins(self) -> list[str]:

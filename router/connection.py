@@ -30,7 +30,29 @@ COMMENT = b":\n\n"  # a comment among server-sent events
 
 def protocol(config: RouterConfig) -> Callable[..., "ClientConnection"]:
     """The protocol factory that uvicorn calls for each connection: the `http` of its configuration."""
-    return partial(ClientConnection, limits=config)
+    return partial(ClientConnection, limits=config, waiting=WaitingConnections())
+
+
+class WaitingConnections:
+    """The connections of a server that wait for a request, or for the rest of one: those that may be closed to make
+    room, since no client waits for an answer there. By the address of the other side, which may be a proxy's."""
+
+    def __init__(self) -> None:
+        self._by_peer: dict[str, dict[ClientConnection, None]] = {}
+
+    def add(self, connection: "ClientConnection") -> None:
+        self._by_peer.setdefault(connection.peer, {})[connection] = None
+
+    def discard(self, connection: "ClientConnection") -> None:
+        of_peer = self._by_peer.get(connection.peer, {})
+        of_peer.pop(connection, None)
+        if not of_peer:
+            self._by_peer.pop(connection.peer, None)
+
+    def dispensable(self) -> "ClientConnection | None":
+        """The one that has waited longest, of the peer that has the most."""
+        of_peer = max(self._by_peer.values(), key=len, default={})
+        return next(iter(of_peer), None)
 
 
 class _BadRequest(Exception):
@@ -53,8 +75,10 @@ class ClientConnection(HttpToolsProtocol):
     that speak HTTP/1.0 (nginx by default).
     """
 
-    def __init__(self, *args: Any, limits: RouterConfig, **options: Any) -> None:
+    def __init__(self, *args: Any, limits: RouterConfig, waiting: WaitingConnections, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._waiting = waiting
+        self._unread = 0  # bytes of the last answer that the client had not read when its time was over
         self.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # a float works too
         self._limits = limits
         self._deadline: asyncio.TimerHandle | None = None
@@ -66,19 +90,52 @@ class ClientConnection(HttpToolsProtocol):
 
     # ------------------------------------------------------------ the connection
 
+    @property
+    def peer(self) -> str:
+        """The address of the other side, without its port."""
+        return self.client[0] if self.client else ""
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Where there are too many connections, makes room by closing one that waits for a request; refuses this one
+        if none does."""
         super().connection_made(transport)  # type: ignore[arg-type]  # always a stream transport
         if len(self.connections) > self._limits.max_connections:
-            self.connections.discard(self)
-            limit = f"This server's {self._limits.max_connections} connections are all in use: try again shortly."
-            self._refuse(ApiError(503, limit, code="too_many_connections", headers={"Retry-After": "1"}))
+            dispensable = self._waiting.dispensable()
+            if dispensable is None:
+                self.connections.discard(self)
+                limit = f"This server's {self._limits.max_connections} connections are all in use: try again shortly."
+                self._refuse(ApiError(503, limit, code="too_many_connections", headers={"Retry-After": "1"}))
+                return
+            dispensable.make_room()
+        self._waiting.add(self)
+        self._within(self._limits.header_timeout_s, self._late_head)
+
+    def make_room(self) -> None:
+        """Closes the connection now, whatever of an answer its client has not read."""
+        self._waiting.discard(self)
+        self.connections.discard(self)
+        if self.scheme == "https" or self.transport.get_write_buffer_size():  # closing would wait for the client
+            self.transport.abort()
         else:
-            self._within(self._limits.header_timeout_s, self._late_head)
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.discard(self)
         self._no_deadline()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Ends a connection that was idle for too long. One whose client still reads the last answer is not. One whose
+        client has read nothing of it meanwhile is cut off: closing would wait for it."""
+        unread = self.transport.get_write_buffer_size()
+        if unread and unread != self._unread:
+            self._unread = unread
+            self._within(self._limits.keep_alive_s, self.timeout_keep_alive_handler)
+        elif unread:
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
 
     def shutdown(self) -> None:
         """Ends the connection with the answer to the request that is here, on its way, or the first to come. The server
@@ -92,6 +149,8 @@ class ClientConnection(HttpToolsProtocol):
         """Handles a client that stops sending. Returns whether the connection stays open for what is still to be
         sent."""
         cycle, running = self.cycle, self._running
+        if self.scheme == "https":  # there, who stops sending has left
+            return False
         if cycle is None or running is None or cycle.response_complete or cycle.more_body:
             return False
         if cycle.scope["http_version"] == "1.0" and not cycle.response_started:
@@ -191,6 +250,8 @@ class ClientConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._received = self._of_body = 0  # bytes of the next message from the same read are not counted
         self._no_deadline()
+        if not self.cycle.response_complete:
+            self._waiting.discard(self)
         super().on_message_complete()
 
     def _too_large(self) -> ApiError:
@@ -201,6 +262,13 @@ class ClientConnection(HttpToolsProtocol):
         return ApiError(431, message, code="request_too_large")
 
     # ------------------------------------------------------------ answering
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # no other request is here already
+            self._waiting.add(self)
+            if self.transport.is_closing():  # once the client has read the answer
+                self._within(self._limits.keep_alive_s, self.timeout_keep_alive_handler)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -254,7 +322,8 @@ class ClientConnection(HttpToolsProtocol):
         status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
         lines = [status, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
         self.transport.write("\r\n".join(lines).encode("latin-1") + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no such end
+            self.transport.write_eof()
         self._within(LINGER_S, self.transport.close)
 
 

@@ -30,10 +30,20 @@ def embedding_routes(models: Models, limits: RateLimits) -> APIRouter:
         body = await unless_gone(request.scope, request.receive, generation.whole())
         return Response(body, media_type="application/json")
 
-    async def scored(service: Service, prefix: str, size: int, texts: Texts, arrived: float) -> ScoringJob:
+    async def scored(
+        request: Request, service: Service, prefix: str, size: int, texts: Texts, arrived: float
+    ) -> ScoringJob:
         size += (len(texts.documents) - 1) * max(map(len, texts.queries)) * service.pooling.is_reranker
         return await service.in_thread(
-            size, scoring_job, prefix, texts, service.tokenizer, service.context_length, service.pooling, arrived
+            request,
+            size,
+            scoring_job,
+            prefix,
+            texts,
+            service.tokenizer,
+            service.context_length,
+            service.pooling,
+            arrived,
         )
 
     @routes.post(
@@ -47,6 +57,7 @@ def embedding_routes(models: Models, limits: RateLimits) -> APIRouter:
         arrived = perf_counter()
         service, body, size = await models.read(request, EmbeddingsRequest)
         job = await service.in_thread(
+            request,
             size,
             embeddings_job,
             body,
@@ -70,7 +81,7 @@ def embedding_routes(models: Models, limits: RateLimits) -> APIRouter:
         """Sorts documents by their relevance to a query."""
         arrived = perf_counter()
         service, body, size = await models.read(request, RerankRequest)
-        job = await scored(service, "rerank-", size, rerank_texts(body, service.config.max_prompts), arrived)
+        job = await scored(request, service, "rerank-", size, rerank_texts(body, service.config.max_prompts), arrived)
         return await answer(request, service, job.prepared, RerankFormat(job, body, service.model))
 
     @routes.post("/score", include_in_schema=False)  # vLLM's path
@@ -84,7 +95,7 @@ def embedding_routes(models: Models, limits: RateLimits) -> APIRouter:
         """Scores pairs of texts: how relevant the second is to the first, or how alike they are."""
         arrived = perf_counter()
         service, body, size = await models.read(request, ScoreRequest)
-        job = await scored(service, "score-", size, score_texts(body, service.config.max_prompts), arrived)
+        job = await scored(request, service, "score-", size, score_texts(body, service.config.max_prompts), arrived)
         return await answer(request, service, job.prepared, ScoreFormat(job, service.model))
 
     return routes

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import socket
+import ssl
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from router.certificate import Certificate
 from router.config import RouterConfig
 from router.connection import protocol
 
@@ -40,7 +42,9 @@ class Listener:
 
     def __init__(self, app: ASGIApp, host: str, port: int, limits: RouterConfig) -> None:
         """Binds the socket; `address` is where it is bound. Raises OSError for an address that is not this machine's,
-        or that another program has. `limits`: those of connections."""
+        or that another program has, and for a certificate that cannot be used. `limits`: those of connections, and the
+        certificate."""
+        self._certificate = certificate_of(limits)
         self._socket = bind(host, port)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         config = uvicorn.Config(
@@ -52,9 +56,11 @@ class Listener:
             access_log=False,
             proxy_headers=False,
             backlog=BACKLOG,
+            ssl_context_factory=self._context if self._certificate is not None else None,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, limits.header_timeout_s)
         self._task: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def alive(self) -> bool:
@@ -69,6 +75,8 @@ class Listener:
         if self._task.done():
             self._socket.close()
             self._task.result()
+        if self._certificate is not None:
+            self._following = asyncio.create_task(self._certificate.follow())
 
     async def close(self) -> None:
         """Stops accepting connections; each that was accepted, by the kernel too, gets an answer. Returns when all
@@ -76,19 +84,44 @@ class Listener:
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait((self._task,))
+        if self._following is not None:
+            self._following.cancel()
         self._socket.close()
+
+    def _context(self, *_: object) -> ssl.SSLContext:
+        assert self._certificate is not None
+        return self._certificate.context
+
+
+def certificate_of(limits: RouterConfig) -> Certificate | None:
+    """The certificate that a configuration names, if it does. Raises OSError for one that cannot be used."""
+    if limits.ssl_certfile is None or limits.ssl_keyfile is None:
+        return None
+    return Certificate(limits.ssl_certfile, limits.ssl_keyfile)
 
 
 class _Server(uvicorn.Server):
     """A uvicorn server. `up` is set once it accepts connections."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, handshake_s: float) -> None:
+        """`handshake_s`: what a client's TLS handshake may take."""
         super().__init__(config)
+        self._handshake_s = handshake_s
         self.up = asyncio.Event()
 
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        await super().startup(None if sockets is None else list(sockets))
+        """Listens on the sockets. As uvicorn's own, which bounds no handshake."""
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(self._connection, sock=each, backlog=self.config.backlog, **self._tls())
+            for each in sockets or ()
+        ]
+        self.started = True
         self.up.set()
+
+    def _tls(self) -> dict[str, Any]:
+        context = self.config.ssl
+        return {} if context is None else {"ssl": context, "ssl_handshake_timeout": self._handshake_s}
 
     async def shutdown(self, sockets: Sequence[socket.socket] | None = None) -> None:
         """Closes the listening sockets so that no connection is reset, then ends as uvicorn does."""
@@ -110,7 +143,7 @@ class _Server(uvicorn.Server):
         # The first of them may be answered before uvicorn has closed the last.
         self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
         for client in clients:
-            await loop.connect_accepted_socket(self._connection, client)
+            await loop.connect_accepted_socket(self._connection, client, **self._tls())
         await super().shutdown(open_sockets)
 
     def _connection(self) -> asyncio.Protocol:

@@ -201,7 +201,7 @@ class Models:
     async def _sent(self, request: Request) -> bytes:
         sent: bytes | None = getattr(request.state, "sent", None)
         if sent is None:
-            sent = await read_sent(request, self.config.max_body_bytes, self.config.body_timeout_s, self._held)
+            sent = await read_sent(request, self.config, self._held)
             if self.upstreams:  # it is read twice
                 request.state.sent = sent
         return sent

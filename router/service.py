@@ -7,15 +7,16 @@ import itertools
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
 from typing import Protocol, TypeVar
 
 import msgspec
+from fastapi import Request
 
 from radix.salt import salted
 from router import request_log
+from router.auth import claimant
 from router.config import ModelConfig
 from router.defaults import SamplingDefaults
 from router.demand import Demand, Sleep
@@ -31,7 +32,9 @@ from router.replica_stream import ReaderTooSlow, ReplicaLost, ReplicaStream
 from router.replica_times import ReplicaTimes
 from router.replicas import Replicas
 from router.resume_pace import ResumePace
+from router.sse import unless_gone
 from router.tokenizer import Tokenizer
+from router.turns import TurnThreads
 from worker.messages import Adapter, AdapterChange, Failure, Generate, Output, Release, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -141,8 +144,8 @@ class Service:
         self._fleet = fleet
         self._resume_pace = ResumePace(self._resume_rate)
         self.replicas.on_adapters = self._hear
-        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")
-        self._long_texts = ThreadPoolExecutor(1, "long-text")
+        self._texts = TurnThreads(min(4, os.cpu_count() or 1), "text")
+        self._long_texts = TurnThreads(2, "long-text", each=1)
         for name, path in (adapters or {}).items():
             self._take(Adapter(name, path))
 
@@ -156,8 +159,8 @@ class Service:
         for task in self._prefetches:
             task.cancel()
         await asyncio.gather(*self._prefetches, return_exceptions=True)
-        for threads in (self._threads, self._long_texts):
-            threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._texts, self._long_texts):
+            threads.close()
 
     # ------------------------------------------------ adapters
 
@@ -249,11 +252,20 @@ class Service:
         if queue.tokens >= self.config.max_waiting_tokens:
             raise busy(f"{queue.tokens} prompt tokens wait already; try again in {{}} s.", queue.wait_s / 2)
 
-    async def in_thread(self, num_bytes: int, work: Callable[..., Result], *arguments: object) -> Result:
-        """Runs `work`, on a text of about `num_bytes` bytes, in a thread. Long texts have a thread of their own, so
-        that short texts never wait for them."""
-        threads = self._long_texts if num_bytes > LONG_TEXT_BYTES else self._threads
-        return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
+    async def in_thread(
+        self, request: Request, num_bytes: int, work: Callable[..., Result], *arguments: object
+    ) -> Result:
+        """Runs `work`, on a text of about `num_bytes` bytes, in a thread, for the client of `request`. Long texts have
+        threads of their own, so that short texts never wait for them, and clients take turns. If the client leaves
+        first, raises ClientGone, and what has not begun is dropped."""
+        threads, client = self._threads(num_bytes), claimant(request)
+        done = threads.run(client, work, *arguments)
+        if threads is self._texts and threads.has_room(client):  # at once, and soon over
+            return await done
+        return await unless_gone(request.scope, request.receive, done)
+
+    def _threads(self, num_bytes: int) -> TurnThreads:
+        return self._long_texts if num_bytes > LONG_TEXT_BYTES else self._texts
 
     async def generate(
         self,
@@ -363,7 +375,7 @@ class Service:
             task.add_done_callback(self._prefetches.discard)
 
     async def _prefetch(self, request_id: str, replica_id: str, branch: BranchText, text: str, cache_salt: str) -> None:
-        prompt_ids = await self.in_thread(len(text), branch.prompt, text, self.tokenizer.encode_part)
+        prompt_ids = await self._threads(len(text)).run("", branch.prompt, text, self.tokenizer.encode_part)
         request = Generate(
             request_id=request_id,
             prompt_ids=prompt_ids,

@@ -1,57 +1,99 @@
-"""Threads that serve clients in turns."""
+"""Threads that work for clients by turns."""
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
 
-class Turns:
-    """Work of many clients in few threads. After each piece of a client's work, a piece of the next client's comes; the
-    pieces of one client come in their order. A piece whose caller has gone is left out. One event loop uses
-    it."""
+class TurnThreads:
+    """Threads for short work. Where all are busy, the clients that wait are served one after the other, each with one
+    piece of its work, so that no client waits for another's queue. Used from one event loop."""
 
-    def __init__(self, threads: int, name: str) -> None:
-        self._threads = ThreadPoolExecutor(threads, name)
+    def __init__(self, threads: int, name: str, each: int | None = None) -> None:
+        """`each`: how many of the threads one client may have at once."""
+        self._executor = ThreadPoolExecutor(threads, name)
         self._free = threads
-        self._waiting = OrderedDict[Hashable, deque[tuple[Callable[[], Any], asyncio.Future[Any]]]]()
+        self._each = each or threads
+        self._busy: Counter[str] = Counter()
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # the client that is next comes first
 
-    async def run(self, client: Hashable, work: Callable[[], Result]) -> Result:
-        """Returns what `work` returns, or raises what it raises, in a thread."""
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append((work, future))
-        self._begin()
-        return await future
-
-    async def close(self) -> None:
-        """Waits for the pieces that have begun, and leaves out the others."""
-        waiting, self._waiting = self._waiting, OrderedDict()
-        for _, future in (piece for pieces in waiting.values() for piece in pieces):
-            future.cancel()
-        await asyncio.to_thread(self._threads.shutdown)
-
-    def _begin(self) -> None:
-        while self._free and self._waiting:
-            client, pieces = self._waiting.popitem(last=False)
-            work, future = pieces.popleft()
-            if pieces:
-                self._waiting[client] = pieces  # behind all others
-            if not future.cancelled():
-                self._free -= 1
-                asyncio.get_running_loop().run_in_executor(self._threads, work).add_done_callback(
-                    partial(self._ended, future)
-                )
-
-    def _ended(self, future: "asyncio.Future[Any]", piece: "asyncio.Future[Any]") -> None:
-        self._free += 1
-        error = piece.exception()
-        if not future.done():
-            if error is None:
-                future.set_result(piece.result())
+    async def run(self, client: str, work: Callable[..., Result], *arguments: object) -> Result:
+        """Returns what `work` makes of the arguments. A task that is cancelled while it waits leaves the queue, and
+        its work is never begun. A task that is cancelled later keeps its thread until the work has ended."""
+        if self.has_room(client):
+            self._take(client)
+        else:
+            await self._turn(client)
+        try:
+            done = self._executor.submit(work, *arguments)
+        except RuntimeError:  # closed
+            self._give(client)
+            raise
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            if done.done():
+                self._give(client)
             else:
-                future.set_exception(error)
-        self._begin()
+                loop = asyncio.get_running_loop()
+                done.add_done_callback(lambda _: _soon(loop, partial(self._give, client)))
+
+    def close(self) -> None:
+        """Begins no more work."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def end(self) -> None:
+        """Closes, and waits for the work that has begun."""
+        self.close()
+        await asyncio.to_thread(self._executor.shutdown)
+
+    def has_room(self, client: str) -> bool:
+        """Whether work of this client would begin at once."""
+        return self._free > 0 and self._busy.get(client, 0) < self._each
+
+    async def _turn(self, client: str) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                line = self._lines[client]
+                line.remove(turn)
+                if not line:
+                    del self._lines[client]
+            else:  # its turn had just come
+                self._give(client)
+            raise
+
+    def _take(self, client: str) -> None:
+        self._free -= 1
+        self._busy[client] += 1
+
+    def _give(self, client: str) -> None:
+        self._free += 1
+        self._busy[client] -= 1
+        if not self._busy[client]:
+            del self._busy[client]
+        for name, line in self._lines.items():
+            waiting = next((turn for turn in line if not turn.done()), None)
+            if waiting is None or self._busy[name] >= self._each:
+                continue
+            line.remove(waiting)
+            del self._lines[name]
+            if line:
+                self._lines[name] = line  # behind the others
+            self._take(name)
+            waiting.set_result(None)
+            break
+
+
+def _soon(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(work)

@@ -16,8 +16,13 @@ def cache_folder() -> Path:
 @contextmanager
 def replaced(file: Path) -> Iterator[Path]:
     """Yields a path of this process to write, which then takes the place of `file` at once: half of it is never read,
-    and of several processes the last one wins. Makes the folder. Raises OSError if it cannot be written."""
+    and of several processes the last one wins. What an error leaves half written is removed. Makes the folder. Raises
+    OSError if it cannot be written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     half = file.with_name(f"{file.name}.{os.getpid()}")
-    yield half
-    half.replace(file)
+    try:
+        yield half
+        half.replace(file)
+    except BaseException:
+        half.unlink(missing_ok=True)
+        raise

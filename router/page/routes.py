@@ -4,6 +4,7 @@ import base64
 import hashlib
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -15,9 +16,9 @@ from router.page.state import ServerState, server_state
 PAGE = Path(__file__).with_name("page.html")
 
 
-def page_routes(models: Models, version: str, needs_key: bool) -> APIRouter:
-    """The routes. Neither needs an API key, as `/metrics`: what they tell is the same. The chat box asks for one if
-    `needs_key`."""
+def page_routes(models: Models, version: str, needs_key: bool, inside: list[Any]) -> APIRouter:
+    """The routes. The page tells nothing, and needs no API key. Its state tells what `/metrics` does, and depends on
+    the same, `inside`. The chat box asks for a key if `needs_key`."""
     routes = APIRouter(tags=["operation"])
     content = PAGE.read_bytes()
     headers = {
@@ -33,7 +34,7 @@ def page_routes(models: Models, version: str, needs_key: bool) -> APIRouter:
         """The live page."""
         return Response(content, headers=headers, media_type="text/html; charset=utf-8")
 
-    @routes.get("/state", responses=openapi.answers(ServerState))
+    @routes.get("/state", dependencies=inside, responses=openapi.answers(ServerState, *([401] if inside else [])))
     async def state() -> Response:
         """The state of the server, for the page at `/`."""
         found = await server_state(models, version, needs_key)

@@ -55,6 +55,7 @@ def messages_routes(models: Models, limits: RateLimits, answer: Answer) -> APIRo
         arrived = perf_counter()
         service, body, size = await models.read(request, MessagesRequest)
         job = await service.in_thread(
+            request,
             size,
             messages_job,
             body,
@@ -75,7 +76,7 @@ def messages_routes(models: Models, limits: RateLimits, answer: Answer) -> APIRo
     async def count_tokens(request: Request) -> Response:
         """The number of tokens that a conversation has as a prompt."""
         service, body, size = await models.read(request, CountTokensRequest)
-        count = await service.in_thread(size, input_tokens, body, service.output_format, service.tokenizer)
+        count = await service.in_thread(request, size, input_tokens, body, service.output_format, service.tokenizer)
         return Response(msgspec.json.encode(InputTokens(count)), media_type="application/json")
 
     return routes

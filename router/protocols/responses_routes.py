@@ -58,6 +58,7 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
         max_bytes = models.config.max_body_bytes
         asked, more = await _asked(kept, tenant, body, items, keeps, passed_over(request), max_bytes)
         job, response = await service.in_thread(
+            request,
             size + more,
             responses_job,
             asked,

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from time import monotonic
 from typing import TypeVar
 
@@ -20,8 +20,9 @@ from router.generation import Generation
 from router.protocols.response_store import LOST, STALE_S, Position, ResponseStore, StoredResponse, StoreFull
 from router.protocols.responses_objects import ResponseFailed
 from router.protocols.responses_writer import ResponsesFormat, written
+from router.shares import Shares
 from router.sse import Emit
-from router.turns import Turns
+from router.turns import TurnThreads
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +50,15 @@ class KeptResponses:
     def __bool__(self) -> bool:
         return self._config.response_store_dir is not None and self._config.response_store_bytes > 0
 
-    async def read(self, tenant: Hashable, work: Work[Result]) -> Result:
+    async def read(self, tenant: str, work: Work[Result]) -> Result:
         """Returns what `work` makes of the store, in the tenant's turn. Raises ApiError (503) where the disk fails."""
         return await self._run(self._readers, tenant, work)
 
-    async def write(self, tenant: Hashable, work: Work[Result]) -> Result:
+    async def write(self, tenant: str, work: Work[Result]) -> Result:
         """As `read`, for what changes the store. Raises ApiError also (429) where it is full."""
         return await self._run(self._writer, tenant, work)
 
-    async def beat(self, tenant: Hashable, work: Work[Result]) -> Result:
+    async def beat(self, tenant: str, work: Work[Result]) -> Result:
         """As `write`, for what runs in the background: it waits for nothing else."""
         return await self._run(self._beater, tenant, work)
 
@@ -69,11 +70,11 @@ class KeptResponses:
     async def close(self) -> None:
         self.news.close()
         for lane in self._lanes:
-            await lane.turns.close()
+            await lane.turns.end()
             for store in lane.free:
                 store.close()
 
-    async def _run(self, lane: "_Lane", tenant: Hashable, work: Work[Result]) -> Result:
+    async def _run(self, lane: "_Lane", tenant: str, work: Work[Result]) -> Result:
         try:
             return await lane.turns.run(tenant, lambda: self._use(lane, work))
         except StoreFull:
@@ -106,7 +107,7 @@ class _Lane:
     """Threads for one kind of work, and a connection for each. `missing`: connections that are not open yet."""
 
     def __init__(self, threads: int) -> None:
-        self.turns = Turns(threads, "responses")
+        self.turns = TurnThreads(threads, "responses")
         self.free: list[ResponseStore] = []
         self.missing = threads
 
@@ -166,7 +167,7 @@ class News:
             if not asked:
                 return
             try:
-                found = await self._kept.read(None, lambda store: [store.position(*response) for response in asked])  # noqa: B023
+                found = await self._kept.read("", lambda store: [store.position(*response) for response in asked])  # noqa: B023
             except ApiError as error:
                 for response in asked:
                     self._wake(response, error=error)
@@ -181,15 +182,19 @@ class BackgroundRuns:
     def __init__(self, kept: KeptResponses, limit: int) -> None:
         self._kept = kept
         self._limit = limit
+        self._slots = Shares(limit)
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def start(
         self, tenant: str, stored: StoredResponse, generation: Generation, form: ResponsesFormat, keeps_events: bool
     ) -> None:
-        """Begins a response. Raises ApiError (429) where too many run. `keeps_events`: for clients that follow it."""
-        if len(self._running) >= self._limit:
-            message = f"{self._limit} responses run in the background, which is the limit; try again later."
+        """Begins a response. Raises ApiError (429) where too many run, or too many of this client's (`Shares`).
+        `keeps_events`: for clients that follow it."""
+        if self._slots.taken >= self._limit or not self._slots.has_room(tenant, 1):
+            message = f"{self._slots.taken} of at most {self._limit} responses run in the background"
+            message += ", and more of this client's would take the others' share; try again later."
             raise ApiError(429, message, code="overloaded", headers={"Retry-After": "5"})
+        self._slots.take(tenant, 1)
         name = stored.response.id
         run = _Run(self._kept, tenant, stored, generation, form, keeps_events)
         self._running[name] = task = asyncio.create_task(self._begin(run))
@@ -198,6 +203,7 @@ class BackgroundRuns:
 
         def ended(_: object) -> None:
             self._running.pop(name, None)
+            self._slots.give(tenant, 1)
             generation.ticket.end()
             if told is not None:
                 told.write()

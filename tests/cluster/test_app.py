@@ -141,6 +141,14 @@ def test_routers_listen_themselves_on_the_machine_that_is_named_and_else_nowhere
     assert anywhere.ray_actor_options == {"num_cpus": ROUTER_CPUS}
 
 
+def test_routers_behind_proxies_have_no_certificate(tmp_path: Path) -> None:
+    files = {"ssl_certfile": tmp_path / "cert.pem", "ssl_keyfile": tmp_path / "key.pem"}
+    config, _ = settle(Config(**files), gpus=0)
+    assert application(config, ["10.0.0.1"])
+    with pytest.raises(ConfigError, match="ssl_certfile"):
+        application(config)
+
+
 def test_each_machine_has_routers_of_its_own_in_front_of_the_same_replicas() -> None:
     hosts = ["10.0.0.7", "10.0.0.8"]
     config, _ = settle(load(overrides={"replicas": 8, "address": "auto", "router_hosts": hosts}), gpus=0)

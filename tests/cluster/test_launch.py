@@ -441,6 +441,9 @@ def test_a_file_without_keys_is_an_error_before_anything_starts(tmp_path: Path, 
     keys.write_text("\n")
     with pytest.raises(launch.LaunchError, match=r"api_key_file: .*no key"):
         launch._Launch(Config(api_key_file=keys, port=free_port), Console()).start()
+    files = {"ssl_certfile": keys, "ssl_keyfile": keys}  # which are no certificate
+    with pytest.raises(launch.LaunchError, match="ssl_certfile"):
+        launch._Launch(Config(**files, port=free_port), Console()).start()
 
 
 @pytest.mark.ray

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster import local
@@ -272,3 +273,13 @@ def test_a_token_that_is_made_is_its_users_alone(tmp_path: Path, monkeypatch: py
     path.chmod(0o644)  # as Ray makes it
     local._make_token()
     assert path.read_text() == made and local.open_token() == path
+
+
+def test_children_that_nobody_waits_for_are_reaped() -> None:
+    """As the compiler of a rank that was killed: `shoal serve` has adopted it."""
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    ended = local.reap(set())
+    assert child.pid in ended and psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE  # time for who waits
+    assert child.pid not in local.reap(ended) and not psutil.pid_exists(child.pid)
+    child.wait()

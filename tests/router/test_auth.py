@@ -1,6 +1,7 @@
 """Keys of clients: which are accepted, and when the key file is read again."""
 
 import asyncio
+import hashlib
 import logging
 import os
 from datetime import UTC, datetime, timedelta
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from router.auth import LOOK_EVERY_S, Keys, client_of
+from router.auth import AUDIT_S, DIGEST_CHARS, LOOK_EVERY_S, MOST_TOLD, Keys, client_of
 from router.config import RouterConfig
 from router.errors import ApiError
 from router.key_file import ANYBODY, ApiClient
@@ -35,7 +36,8 @@ class Door:
 
     def client(self, key: str) -> ApiClient | str:
         """The client of a key, or why it is refused."""
-        request = Request({"type": "http", "headers": [(b"authorization", f"Bearer {key}".encode())]})
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        request = Request({"type": "http", "path": "/v1/chat\n", "client": ("192.0.2.7", 1), "headers": headers})
         try:
             asyncio.run(self.keys.check(request))
         except ApiError as error:
@@ -105,6 +107,23 @@ def test_a_key_ends_when_it_expires(door: Door) -> None:
     door.now += timedelta(seconds=1)
     refusal = door.client("one")
     assert isinstance(refusal, str) and refusal.startswith("401 invalid_api_key: ") and "expired" in refusal
+
+
+def test_who_tries_keys_is_told_to_the_log_and_the_keys_are_not(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    door.write("keys: [{name: batch, key: sk-old, expires: 2020-01-01}]")
+    door.client("sk-old")
+    for number in range(50):
+        door.client(f"sk-guess-{number}")
+        door.client("own")
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(lines) == MOST_TOLD and "batch" in lines[0]
+    assert hashlib.sha256(b"sk-guess-0").hexdigest()[:DIGEST_CHARS] in lines[1]
+    assert all("/v1/chat\\n" in line and "192.0.2.7" in line for line in lines)  # what a client sends breaks no line
+    door.at_s += AUDIT_S
+    door.client("sk-late")
+    lines = [record.getMessage() for record in caplog.records[-2:]]
+    assert "41 " in lines[0] and hashlib.sha256(b"sk-late").hexdigest()[:DIGEST_CHARS] in lines[1]
+    assert not any(secret in caplog.text for secret in ("sk-guess", "sk-old", "sk-late"))
 
 
 def test_an_empty_key_does_not_open_the_server(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http import httptools_impl as http_protocol
 
 from router import connection
 from router import listener as listeners
@@ -82,6 +83,10 @@ class Running:
         self.app = app
         self._listener = listener
         self._writers: list[asyncio.StreamWriter] = []
+
+    @property
+    def connections(self) -> set[Any]:
+        return self._listener._server.server_state.connections
 
     async def connect(self) -> Streams:
         reader, writer = await asyncio.open_connection(*self._listener.address)
@@ -201,19 +206,85 @@ def test_more_connections_than_there_may_be(loop: Loop) -> None:
     async def run() -> None:
         async with running(max_connections=2) as server:
             first, second = await server.connect(), await server.connect()
-            for reader, writer in (first, second):
-                writer.write(ASK)
-                await reader.readuntil(b"\r\n\r\n")
+            for _, writer in (first, second):
+                server.app.asked.clear()
+                writer.write(b"GET /whole HTTP/1.1\r\nHost: x\r\n\r\n")
+                await server.app.asked.wait()
             refusal = await server.tell(ASK)
             assert error_of(refusal, 503)["code"] == "too_many_connections" and b"Retry-After" in refusal
-            first[1].close()
-            while True:  # until the server has seen that
-                reader, writer = await server.connect()
-                writer.write(ASK)
-                if (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200"):
-                    break
+            server.app.release.set()
+            for reader, _ in (first, second):
+                assert (await reader.readuntil(b"data: 2\n\n")).startswith(b"HTTP/1.1 200")
 
     loop(run())
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b"GET / HT",
+        ASK,
+        HEAD + b"Content-Length: 9\r\n\r\nhalf",
+        b"POST /now HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n",
+    ],
+)
+def test_who_waits_longest_makes_room(part: bytes, loop: Loop) -> None:
+    """Connections on which nobody waits for an answer keep nobody out, however they are kept alive."""
+
+    async def run() -> None:
+        async with running(max_connections=3, header_timeout_s=600, body_timeout_s=600) as server:
+            reader, busy = await server.connect()
+            busy.write(b"GET /whole HTTP/1.1\r\nHost: x\r\n\r\n")
+            await server.app.asked.wait()
+            idle = [await server.connect() for _ in range(2)]
+            for one, writer in idle:
+                writer.write(part)
+                if part == ASK:
+                    await one.readuntil(b"\r\n\r\n")
+            for other, writer in [await server.connect() for _ in range(2)]:
+                writer.write(ASK)
+                assert (await other.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            for one, _ in idle:
+                await one.read()  # to its end
+            server.app.release.set()
+            assert b"data: 2\n\n" in await reader.readuntil(b"data: 2\n\n")
+
+    loop(run())
+
+
+def test_the_peer_with_most_connections_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = iter(["other", *["greedy"] * 9])
+    monkeypatch.setattr(http_protocol, "get_remote_addr", lambda transport: (next(peers), 1))
+
+    async def run() -> None:
+        async with running(max_connections=4) as server:
+            connections = []
+            for _ in range(6):
+                connections.append(await server.connect())
+                connections[-1][1].write(ASK)
+                await connections[-1][0].readuntil(b"\r\n\r\n")
+            assert [await reader.read() for reader, _ in connections[1:3]] == [b"", b""]
+            connections[0][1].write(ASK)
+            assert await connections[0][0].readuntil(b"\r\n\r\n")
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize("ending", [b"", b"Connection: close\r\n"])
+def test_who_reads_no_answer_is_cut_off(ending: bytes) -> None:
+    """Closing a connection would wait for its client, for ever."""
+
+    async def run() -> None:
+        async with running(keep_alive_s=SHORT_S) as server:
+            _, writer = await server.connect()
+            body = b"x" * (10 << 20)  # more than the kernel takes
+            writer.write(HEAD + ending + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            await server.app.asked.wait()
+            while server.connections:
+                await asyncio.sleep(0)
+
+    uvloop.run(run())
 
 
 # ---------------------------------------------------------------- HTTP's rules

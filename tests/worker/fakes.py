@@ -231,15 +231,18 @@ class FakeGrammars:
 
     def __init__(self) -> None:
         self.futures: list[Future] = []
+        self.clients: list[str] = []
         self.answers: list[tuple[AnswerToCheck, Future]] = []
         self.closed = False
 
-    def submit(self, grammar: Grammar) -> Future:
+    def submit(self, grammar: Grammar, client: str = "") -> Future:
         self.futures.append(Future())
+        self.clients.append(client)
         return self.futures[-1]
 
-    def check(self, answer: AnswerToCheck) -> Future:
+    def check(self, answer: AnswerToCheck, client: str = "") -> Future:
         self.answers.append((answer, Future()))
+        self.clients.append(client)
         return self.answers[-1][1]
 
     def close(self) -> None:

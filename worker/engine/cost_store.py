@@ -53,6 +53,7 @@ class CostStore:
         self._default = objective
         self._folder = folder
         self._saved_s = time.monotonic()
+        self._is_told = False  # that it cannot be saved
         self._num_saved = 0
         if folder is not None:
             for model in self.models:
@@ -113,18 +114,21 @@ class CostStore:
         return cost.decode * shape.decodes + cost.decode_context * shape.decode_context
 
     def save(self) -> None:
-        """Writes the models to the folder, if they have learned anything since the last time. Gives up with a warning
-        if the folder cannot be written."""
+        """Writes the models to the folder, if they have learned anything since the last time. If the folder cannot
+        be written, warns once, and the next call tries again: a disk may be full for a while."""
         if self._folder is None or self._num_observed == self._num_saved:
             return
-        self._saved_s, self._num_saved = time.monotonic(), self._num_observed
+        self._saved_s, learned = time.monotonic(), self._num_observed
         try:
             for model in self.models:
                 with replaced(self._file(self._folder, model)) as half:
                     model.save(half)
         except OSError as error:
-            log.warning("what steps cost is not kept: %s", error)
-            self._folder = None
+            if not self._is_told:
+                log.warning("what steps cost is not kept: %s", error)
+            self._is_told = True
+        else:
+            self._num_saved, self._is_told = learned, False
 
     def save_if_due(self) -> None:
         """Calls `save` at most once every `SAVE_EVERY_S`. Called while nothing runs."""

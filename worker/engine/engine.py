@@ -221,7 +221,7 @@ class Engine:
         if awaited > 1:
             self._awaited[request_id] = awaited
         if grammar is not None:
-            self._grammar_queue.submit(request_id, grammar)
+            self._grammar_queue.submit(request_id, grammar, request.client)
             self._answer_checks.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:

@@ -27,6 +27,7 @@ class LengthStore:
         self.predictor = OutputLengthPredictor()
         self._file = file
         self._saved_s = time.monotonic()
+        self._is_told = False  # that it cannot be saved
         if file is not None and file.exists():
             try:
                 with np.load(file, allow_pickle=False) as learned:
@@ -42,17 +43,20 @@ class LengthStore:
         return cls(None if folder is None else folder / f"{name}.npz")
 
     def save(self) -> None:
-        """Writes the file, if anything was learned since the last time. Gives up with a warning if it cannot be
-        written."""
+        """Writes the file, if anything was learned since the last time. If it cannot be written, warns once, and the
+        next call tries again: a disk may be full for a while."""
         if self._file is None or self.predictor.num_learned == self._num_saved:
             return
-        self._saved_s, self._num_saved = time.monotonic(), self.predictor.num_learned
+        self._saved_s, learned = time.monotonic(), self.predictor.num_learned
         try:
             with replaced(self._file) as half, half.open("wb") as file:
                 np.savez(file, **self.predictor.learned())  # type: ignore[arg-type]
         except OSError as error:
-            log.warning("what was learned of output lengths is not kept: %s", error)
-            self._file = None
+            if not self._is_told:
+                log.warning("what was learned of output lengths is not kept: %s", error)
+            self._is_told = True
+        else:
+            self._num_saved, self._is_told = learned, False
 
     def save_if_due(self) -> None:
         """Calls `save` at most once every `SAVE_EVERY_S`. Called while nothing runs."""

@@ -3,9 +3,9 @@
 `schema.py` and `regex.py` convert what clients write into rules (`ebnf.py`) and refuse what cannot be converted. Two
 engines follow the same rules: xgrammar, and llguidance where xgrammar cannot or would take too much (`engines.py` has
 the choice, `lark.py` and `lazy_matcher.py` the way to llguidance, `client_lark.py` the grammars that clients write in
-Lark). `process.py` compiles grammars in processes that can be killed. `relaxation.py` leaves out what no grammar
-enforces, for requests that allow it; `answer_checks.py` has their answers judged. `unique_items.py` adds to llguidance
-what no grammar says: items that must differ.
+Lark). `process.py` compiles grammars in processes that can be killed, `client_turns.py` lets clients take turns.
+`relaxation.py` leaves out what no grammar enforces, for requests that allow it; `answer_checks.py` has their answers
+judged. `unique_items.py` adds to llguidance what no grammar says: items that must differ.
 
 Read `compiler.py` first, then `state.py` and `batch.py`.
 """

@@ -19,10 +19,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Watched:
-    """An answer as it grows. `last`: its last output, while it is judged."""
+    """An answer as it grows, of this client. `last`: its last output, while it is judged."""
 
     grammar: Grammar
     token_ids: list[int]
+    client: str = ""
     is_told: bool = False
     not_enforced: list[str] = field(default_factory=list)
     narrowed: list[str] = field(default_factory=list)
@@ -62,7 +63,7 @@ class AnswerChecks:
         """Watches the answer to a request, if need be."""
         grammar = request.sampling.grammar
         if grammar is not None and not grammar.strict:
-            self._watched[request.request_id] = _Watched(grammar, list(request.output_ids))
+            self._watched[request.request_id] = _Watched(grammar, list(request.output_ids), request.client)
 
     def forget(self, request_id: str) -> None:
         """Drops a request. Others than those that are watched are ignored."""
@@ -105,7 +106,7 @@ class AnswerChecks:
         grammar_of, with_formats = watched.grammar, any(each.startswith("format ") for each in watched.not_enforced)
         answer = AnswerToCheck(grammar_of.text, token_ids, grammar_of.after, grammar_of.begin, with_formats)
         watched.last = output
-        future = self._judging[output.request_id] = self._compiler.check(answer)
+        future = self._judging[output.request_id] = self._compiler.check(answer, watched.client)
         request_id = output.request_id
         future.add_done_callback(lambda done: self._wake(request_id, done))
         return True

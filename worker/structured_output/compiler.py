@@ -8,17 +8,19 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worker.messages import Grammar
 from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
 from worker.structured_output.call_formats import MARKERS
+from worker.structured_output.client_turns import ClientTurns
 from worker.structured_output.compilation import keeps_markers_apart, kept_apart
 from worker.structured_output.engines import LLGUIDANCE, CompiledText
-from worker.structured_output.error import CompilerUnavailable
+from worker.structured_output.error import CompilerUnavailable, GrammarError
 from worker.structured_output.grammar_store import GrammarStore, identity
 from worker.structured_output.lazy_grammar import LAZY_BYTES, LAZY_BYTES_PER_BYTE, LazyGrammar
 from worker.structured_output.lazy_matcher import LazyVocabulary
@@ -34,11 +36,27 @@ log = logging.getLogger(__name__)
 _MOST_ROOM_S = 60.0  # longest wait for memory, until requests with large grammars end
 _MOST_QUEUED_S = 60.0  # longest wait for a thread, while other grammars compile
 _WORTH_A_TRIM_BYTES = 1 << 20
+_AT_ONCE, _OF_ONE_CLIENT = 3, 2  # grammars that compile
+_REFUSED_S = 600.0  # for which a refusal is remembered: one that took too long might not at another time
+_MOST_REFUSED_CHARS = 4 << 20  # of grammars and refusals
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A grammar that compiles, or is compiled. `asked_s`: when it was asked for last. `waiting`: requests that wait for
+    it."""
+
+    asked_s: float = field(default_factory=time.monotonic)
+    waiting: int = 0
+    future: "Future[CompiledGrammar]" = field(init=False)
 
 
 class GrammarCompiler:
-    """Compiles grammars in the background, two at a time, and caches those used last.
+    """Compiles grammars in the background, and caches those used last.
 
+    - Clients take turns: one that asks for many slow grammars waits for them itself. A grammar for which no request
+      waits any more is dropped, if its turn has not come.
+    - Refusals are remembered for a while, too.
     - The cache takes up to `cache_bytes`. Evicted grammars that requests still hold may take as much again; then no
       other is compiled until some are freed.
     - With a folder, compiled grammars are also kept on disk, where all replicas of the machine find them. Of several
@@ -73,59 +91,73 @@ class GrammarCompiler:
         self._vocabulary: GrammarVocabulary | None = None
         self._lazy: dict[bool, LazyVocabulary] = {}
         self._infos: dict[tuple[str, ...], xgrammar.TokenizerInfo] = {}
-        self._kept: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._kept: OrderedDict[Grammar, _Asked] = OrderedDict()
+        self._refused: dict[Grammar, tuple[GrammarError, float]] = {}  # and until when
+        self._refused_chars = 0
         self._reading = threading.Lock()
         self._room = threading.Condition()
         self._bytes = 0  # of all grammars, in the cache or held by requests
         self._closed = threading.Event()
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
-        self._judging = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answers")
+        self._compiling = ClientTurns(_AT_ONCE, _OF_ONE_CLIENT, "grammar")
+        self._judging = ClientTurns(2, 1, "answers")
         if (self._model_dir / "tokenizer.json").is_file():  # otherwise requests with a grammar get an error
-            self._threads.submit(self._process.start)
-            self._threads.submit(self._lazy_vocabulary)
+            self._compiling.submit("", self._process.start)
+            self._compiling.submit("", self._lazy_vocabulary)
 
-    def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
-        """Compiles a grammar, or takes it from the cache. Raises RuntimeError after `close`.
+    def submit(self, grammar: Grammar, client: str = "") -> "Future[CompiledGrammar]":
+        """Compiles a grammar in a turn of `client`, or takes it from the cache. Raises RuntimeError after `close`.
 
         The future fails with GrammarError if the grammar is at fault (the message is for the client), and with
         CompilerUnavailable if the machine is. Cancelling it does not affect other requests for the same grammar.
         """
+        own: Future[CompiledGrammar] = Future()
         with self._lock:
-            shared = self._kept.get(grammar)
-            fresh = shared is None
-            if shared is None:
-                shared = self._kept[grammar] = self._threads.submit(self._compile, grammar, time.monotonic())
+            if (refusal := self._refusal(grammar)) is not None:
+                own.set_exception(refusal)
+                return own
+            asked = self._kept.get(grammar)
+            fresh = asked is None
+            if asked is None:
+                asked = _Asked()
+                asked.future = self._compiling.submit(client, partial(self._compile, grammar, asked))
+                self._kept[grammar] = asked
+            else:
+                self._compiling.join(client, asked.future)
+                asked.asked_s = time.monotonic()
+            asked.waiting += 1
             self._kept.move_to_end(grammar)
         if fresh:
-            shared.add_done_callback(lambda done: self._settle(grammar, done))
-        own: Future[CompiledGrammar] = Future()
-        shared.add_done_callback(lambda done: _pass_on(done, own))
+            asked.future.add_done_callback(lambda done: self._settle(grammar, done))
+        known = weakref.ref(asked)  # what is compiled is freed at once, so nothing that it has may lead back to it
+        own.add_done_callback(lambda done: self._leave(grammar, known(), done))
+        asked.future.add_done_callback(lambda done: _pass_on(done, own))
         return own
 
-    def check(self, answer: AnswerToCheck) -> "Future[AnswerVerdict]":
-        """Judges an answer by its schema, in the background and within the limits of a compilation. The future fails
-        with GrammarError if the schema takes too much, and with CompilerUnavailable if the machine is at fault."""
-        return self._judging.submit(self._process.check, answer, self._timeout_s)
+    def check(self, answer: AnswerToCheck, client: str = "") -> "Future[AnswerVerdict]":
+        """Judges an answer by its schema, in the background, in a turn of `client` and within the limits of a
+        compilation. The future fails with GrammarError if the schema takes too much, and with CompilerUnavailable if
+        the machine is at fault."""
+        return self._judging.submit(client, lambda: self._process.check(answer, self._timeout_s))
 
     def close(self) -> None:
         """Ends the process and the threads. Compilations in flight fail."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._judging.shutdown(wait=False, cancel_futures=True)
+        self._compiling.close()
+        self._judging.close()
         self._closed.set()
         with self._room:
             self._room.notify_all()
         self._process.close()
-        self._threads.shutdown(wait=True)
-        self._judging.shutdown(wait=True)
+        self._compiling.wait()
+        self._judging.wait()
 
     @property
     def pid(self) -> int | None:
         """The id of the process that compiles, if there is one."""
         return self._process.pid
 
-    def _compile(self, grammar: Grammar, asked_s: float) -> CompiledGrammar:
-        """Raises CompilerUnavailable if its turn, after `asked_s`, comes too late: then those after it wait less."""
-        if time.monotonic() - asked_s > _MOST_QUEUED_S:
+    def _compile(self, grammar: Grammar, asked: _Asked) -> CompiledGrammar:
+        """Raises CompilerUnavailable if its turn comes too late: then those after it wait less."""
+        if time.monotonic() - asked.asked_s > _MOST_QUEUED_S:
             raise CompilerUnavailable(f"the grammars of other requests took more than {_MOST_QUEUED_S:g} s to compile")
         info = self._tokenizer_info(grammar.kind)
         self._wait_for_room()
@@ -231,13 +263,19 @@ class GrammarCompiler:
             return self._lazy[apart]
 
     def _settle(self, grammar: Grammar, done: "Future[CompiledGrammar]") -> None:
-        """Drops a grammar that failed. Otherwise evicts the least recently used while the cache is too large."""
+        """Drops a grammar that failed, and remembers why if it is at fault itself. Otherwise evicts the least recently
+        used while the cache is too large."""
         evicted = []  # freed after the lock is released
         with self._lock:
-            if done.cancelled() or done.exception() is not None:
+            error = None if done.cancelled() else done.exception()
+            if isinstance(error, GrammarError):
+                self._refuse(grammar, error)
+            if not self._keeps(grammar, done):
+                return  # no request waited for it any more when its turn came
+            if done.cancelled() or error is not None:
                 del self._kept[grammar]
                 return
-            sizes = {g: f.result().size_bytes for g, f in self._kept.items() if _succeeded(f)}
+            sizes = {g: each.future.result().size_bytes for g, each in self._kept.items() if _succeeded(each.future)}
             total = sum(sizes.values())
             for oldest, size in sizes.items():
                 if total <= self._cache_bytes or oldest == grammar:
@@ -247,6 +285,46 @@ class GrammarCompiler:
         if evicted:
             evicted.clear()
             _trim()
+
+    def _leave(self, grammar: Grammar, asked: _Asked | None, own: "Future[CompiledGrammar]") -> None:
+        """Drops a grammar whose turn has not come, if this was the last request that waited for it."""
+        if asked is None or not own.cancelled():
+            return
+        with self._lock:
+            asked.waiting -= 1
+            has_begun = asked.future.running() or asked.future.done()
+            if asked.waiting or has_begun or not self._keeps(grammar, asked.future):
+                return
+            del self._kept[grammar]
+        asked.future.cancel()
+
+    def _keeps(self, grammar: Grammar, future: "Future[CompiledGrammar]") -> bool:
+        asked = self._kept.get(grammar)
+        return asked is not None and asked.future is future
+
+    def _refusal(self, grammar: Grammar) -> GrammarError | None:
+        """The error of a grammar that was refused, while it is remembered."""
+        error, until_s = self._refused.get(grammar, (None, 0.0))
+        if error is None or time.monotonic() < until_s:
+            return error
+        self._forget(grammar)
+        return None
+
+    def _refuse(self, grammar: Grammar, error: GrammarError) -> None:
+        self._forget(grammar)
+        self._refused[grammar] = error, time.monotonic() + _REFUSED_S
+        self._refused_chars += _chars(grammar, error)
+        while self._refused_chars > _MOST_REFUSED_CHARS:
+            self._forget(next(iter(self._refused)))
+
+    def _forget(self, grammar: Grammar) -> None:
+        error, _ = self._refused.pop(grammar, (None, 0.0))
+        if error is not None:
+            self._refused_chars -= _chars(grammar, error)
+
+
+def _chars(grammar: Grammar, error: GrammarError) -> int:
+    return len(grammar.text) + len(str(error)) + 200  # and what an entry takes by itself
 
 
 def _trim() -> None:

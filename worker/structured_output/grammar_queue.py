@@ -34,9 +34,9 @@ class GrammarQueue:
         """Whether `poll` has something new."""
         return not self._done.empty()
 
-    def submit(self, request_id: str, grammar: Grammar) -> None:
-        """Begins to compile the grammar of a request."""
-        future = self._compiler.submit(grammar)
+    def submit(self, request_id: str, grammar: Grammar, client: str = "") -> None:
+        """Begins to compile the grammar of a request of this client."""
+        future = self._compiler.submit(grammar, client)
         self._compiling[request_id] = future, grammar
         future.add_done_callback(lambda done: self._wake(request_id, done))
 

@@ -10,7 +10,7 @@ Loading spares the conversion and the compilation. On one core, for the tokens o
 What comes after both is the same: the engine reads the text, in 3 and 8 ms.
 
 A file is named by all that its content depends on, so that none is ever out of date. It begins with the digest of the
-rest. Refusals are not kept.
+rest. Refusals are not kept on disk.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import logging
 import os
 import platform
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +37,8 @@ MOST_BYTES = 512 << 20
 _KEPT = 0.9  # share of the bytes that eviction leaves, so that it is rare
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _ASK_EVERY_S = 0.01
+_RETRY_S = 60.0  # after the folder could not be written: a disk may be full for a while
+_LEFT_S = 3600.0  # after which a file that is half written is one of a process that was killed
 _PACKAGES = ("xgrammar", "llguidance", "jsonschema")
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -69,7 +72,7 @@ class GrammarStore:
         """`made_of`: as `identity` returns it. The files of the folder, of all identities, may take `most_bytes`
         together; those used last stay."""
         self._folder, self._made_of, self._most_bytes = folder, tuple(made_of), most_bytes
-        self._is_writable = True
+        self._again_s = 0.0  # when the folder may be written again
 
     def read(self, grammar: Grammar) -> CompiledText | None:
         """The compiled grammar, if it is there and whole."""
@@ -90,8 +93,8 @@ class GrammarStore:
 
     def write(self, grammar: Grammar, compiled: CompiledText) -> None:
         """Keeps a compiled grammar, and drops those that were not used for longest if there are too many. Gives up
-        with a warning if the folder cannot be written."""
-        if not self._is_writable:
+        for a minute, with a warning, if the folder cannot be written."""
+        if time.monotonic() < self._again_s:
             return
         data = _encode(compiled)
         try:
@@ -99,8 +102,8 @@ class GrammarStore:
                 half.write_bytes(hashlib.sha256(data).digest() + data)
             self._evict()
         except OSError as error:
-            log.warning("compiled grammars are not kept: %s", error)
-            self._is_writable = False
+            log.warning("compiled grammars are not kept for %g s: %s", _RETRY_S, error)
+            self._again_s = time.monotonic() + _RETRY_S
 
     @contextlib.contextmanager
     def alone(self, grammar: Grammar, closed: threading.Event) -> Iterator[None]:
@@ -126,7 +129,11 @@ class GrammarStore:
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # evicted by another process
-                    if entry.is_file():
+                    if not entry.is_file():
+                        continue
+                    if "." in entry.name and entry.stat().st_mtime < time.time() - _LEFT_S:
+                        Path(entry.path).unlink(missing_ok=True)
+                    else:
                         found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
         total = sum(size for _, size, _ in found)
         if total <= self._most_bytes:

@@ -117,6 +117,14 @@ def test_a_stream_can_be_stopped(browser: Any, make_stack: Make, make_replica: M
     assert browser.run("byId('send').disabled") is False
 
 
+def test_a_page_whose_state_needs_a_key_asks_for_it(browser: Any, make_stack: Make, make_replica: Make) -> None:
+    config = RouterConfig(api_key="sesame", require_auth_for_metrics_endpoint=True)
+    opened(browser, make_stack(make_replica(), config=config).url, tiles=0)
+    browser.until("byId('key').hidden === false")
+    browser.run("byId('key').value = 'sesame'")
+    browser.until("document.querySelectorAll('.tile').length === 8")
+
+
 def test_errors_are_shown_and_a_key_can_be_given(browser: Any, make_stack: Make, make_replica: Make) -> None:
     stack = make_stack(make_replica(), config=RouterConfig(api_key="sesame"))
     opened(browser, stack.url)

@@ -80,8 +80,11 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(
 ) -> None:
     (tmp_path / "costs").write_text("not a folder")
     with caplog.at_level(logging.WARNING):
-        learned(learned(of()))
+        store = learned(learned(of()))
     assert caplog.text.count("is not kept") == 1
+    (tmp_path / "costs").unlink()  # as a disk that is full no longer
+    store.save()
+    assert of().models[0].num_observed
 
 
 def test_models_whose_names_begin_alike_are_kept_apart(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -249,8 +249,8 @@ def test_tokens_of_a_lost_device_end_the_engine(make, monkeypatch):
 
 def test_waits_for_its_grammar_and_holds_nobody_up(make):
     engine, parts = make()
-    engine.add(request("constrained", [1, 2, 3], GRAMMAR))
-    assert not engine.has_work and engine.load().waiting == 1
+    engine.add(msgspec.structs.replace(request("constrained", [1, 2, 3], GRAMMAR), client="c"))
+    assert not engine.has_work and engine.load().waiting == 1 and parts.grammars.clients == ["c"]
     engine.add(request("free", [4, 5]))
     assert set(run(engine)) == {"free"}
     parts.grammars.futures[0].set_result(None)

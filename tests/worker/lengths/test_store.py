@@ -75,3 +75,6 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: py
         teach(store)
         store.save()
     assert caplog.text.count("not kept") == 1
+    (tmp_path / "lengths").unlink()  # as a disk that is full no longer
+    store.save()
+    assert LengthStore.load(Path("tiny"), tmp_path / "lengths").predictor.num_learned == 4 * LEARNED

@@ -41,12 +41,13 @@ def out(*token_ids: int, finish: Any = None, stop: int | None = None, name: str 
     ],
 )
 def test_the_last_output_waits_for_the_verdict(verdict: Any, check: SchemaCheck) -> None:
-    checks, grammars, woken = made(output_ids=[5])
+    checks, grammars, woken = made(output_ids=[5], client="c")
     other = out(8, finish="stop", name="other")
     first, second = passed(checks, out(6), other)
     assert first.check == SchemaCheck(NAMED) and second is other
     assert passed(checks, out(7, 2, finish="stop", stop=2), out(9, name="other")) == [out(9, name="other")]
     ((answer, future),) = grammars.answers
+    assert grammars.clients == ["c"]
     assert (answer.token_ids, answer.with_formats) == ([5, 6, 7], True)
     assert not checks.has_ready and not woken and len(checks) == 1
     if isinstance(verdict, AnswerVerdict):

@@ -5,13 +5,17 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import xgrammar
 
 from worker.messages import Grammar
-from worker.structured_output import CompilerUnavailable, GrammarCompiler, compiler
+from worker.structured_output import CompilerUnavailable, GrammarCompiler, GrammarError, compiler
+from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
+from worker.structured_output.engines import CompiledText
+from worker.structured_output.process import CompilerProcess
 from worker.structured_output.schema import schema_to_ebnf
 from worker.structured_output.serialised import serialised
 
@@ -103,6 +107,110 @@ def test_who_waits_too_long_for_others_is_not_at_fault(
     assert not asked
     monkeypatch.setattr(compiler, "_MOST_QUEUED_S", 60.0)
     assert cache.submit(one("a")).result().param == "choice"
+
+
+class Held:
+    """Compilations of letters that begin and go on until `release`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, letters: str) -> None:
+        self.began = threading.Semaphore(0)
+        self.release = threading.Event()
+        compile_ = CompilerProcess.compile
+
+        def held(process: CompilerProcess, kind: str, text: str, *rest: Any, **strict: Any) -> CompiledText:
+            if json.loads(text)[0] in letters:
+                self.began.release()
+                assert self.release.wait(20)
+            return compile_(process, kind, text, *rest, **strict)
+
+        monkeypatch.setattr(CompilerProcess, "compile", held)
+
+
+def test_slow_grammars_of_one_client_keep_no_other_out(
+    made: Callable[..., GrammarCompiler], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that nobody waits for any more are never compiled."""
+    slow, cache = Held(monkeypatch, "abcdefgh"), made()
+    futures = [cache.submit(one(letter), "greedy") for letter in "abcdefgh"]
+    try:
+        for _ in range(2):
+            assert slow.began.acquire(timeout=20)
+        assert cache.submit(one("x"), "other").result(20).param == "choice"
+        both = cache.submit(one("h"), "other")  # in the turn of who comes first
+        assert slow.began.acquire(timeout=20)
+        for future in futures[2:]:
+            future.cancel()
+    finally:
+        slow.release.set()
+    assert both.result(20).param == "choice" and futures[0].result(20) and futures[1].result(20)
+    cache.close()
+    assert sorted(asked) == sorted(one(letter).text for letter in "abxh")
+
+
+def test_a_grammar_that_was_dropped_may_be_asked_for_again(
+    made: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, cache = Held(monkeypatch, "ab"), made()
+    futures = [cache.submit(one(letter), "greedy") for letter in "abx"]
+    try:
+        for _ in range(2):
+            assert slow.began.acquire(timeout=20)
+        again = cache.submit(one("x"), "greedy")
+        futures[2].cancel()  # one of two that wait
+        again.cancel()
+        last = cache.submit(one("x"), "greedy")
+    finally:
+        slow.release.set()
+    assert last.result(20).param == "choice"
+
+
+def test_answers_of_one_client_are_judged_before_all_of_another(
+    made: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    def check(process: CompilerProcess, answer: AnswerToCheck, cpu_s: float) -> AnswerVerdict:
+        assert answer.schema == "fast" or release.wait(20)
+        return AnswerVerdict(None)
+
+    monkeypatch.setattr(CompilerProcess, "check", check)
+    cache = made()
+    slow = [cache.check(AnswerToCheck("slow", [], None, None, False), "greedy") for _ in range(5)]
+    try:
+        fast = AnswerToCheck("fast", [], None, None, False)
+        assert cache.check(fast, "other").result(20) == AnswerVerdict(None)
+    finally:
+        release.set()
+    assert [each.result(20).violation for each in slow] == [None] * 5
+
+
+def test_refusals_are_remembered_for_a_while(
+    made: Callable[..., GrammarCompiler], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = made()
+    refused = [Grammar("regex", f"(?={letter})") for letter in "abc"]
+    messages = []
+    for grammar in [*refused, *refused]:
+        with pytest.raises(GrammarError) as caught:
+            cache.submit(grammar, str(len(messages))).result(20)
+        messages.append(str(caught.value))
+    assert len(asked) == 3 and messages[:3] == messages[3:]
+    for name, value in (("_MOST_REFUSED_CHARS", 0), ("_REFUSED_S", -1.0)):  # no room for any, and no time
+        with monkeypatch.context() as patched:
+            patched.setattr(compiler, name, value)
+            for count in (len(asked) + 1, len(asked) + 2):
+                with pytest.raises(GrammarError):
+                    cache.submit(Grammar("regex", f"(?={name})")).result(20)
+                assert len(asked) == count
+    with monkeypatch.context() as broken:
+        broken.setattr(CompilerProcess, "compile", _unavailable)
+        with pytest.raises(CompilerUnavailable):
+            cache.submit(one("a")).result(20)
+    assert cache.submit(one("a")).result(20).param == "choice"  # it was not at fault
+
+
+def _unavailable(*_: Any, **__: Any) -> CompiledText:
+    raise CompilerUnavailable("no")
 
 
 def test_a_rule_takes_its_own_states_with_it(walker) -> None:

@@ -1,7 +1,9 @@
 """Compiled grammars on disk: found again, shared, bounded, and never trusted when damaged."""
 
+import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from worker.messages import Grammar
-from worker.structured_output import GrammarCompiler
+from worker.structured_output import GrammarCompiler, grammar_store
 from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, CompiledText
 from worker.structured_output.grammar_store import GrammarStore, identity
 from worker.structured_output.unique_places import Place
@@ -76,6 +78,36 @@ def test_those_used_last_stay(tmp_path: Path) -> None:
     store.write(C, FOUND)
     assert [store.read(each) for each in (A, B, C)] == [FOUND, None, FOUND]
     assert sum(path.stat().st_size for path in kept(tmp_path)) <= 3_000
+
+
+def test_a_full_disk_is_not_full_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_bytes
+
+    def half(path: Path, data: bytes) -> int:
+        write(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "full")
+
+    store = GrammarStore(tmp_path, [])
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", half)
+        store.write(A, FOUND)
+    assert kept(tmp_path) == [] and store.read(A) is None
+    store.write(B, FOUND)  # too soon
+    assert store.read(B) is None
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + grammar_store._RETRY_S)
+    store.write(A, FOUND)
+    assert store.read(A) == FOUND
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path: Path) -> None:
+    store = GrammarStore(tmp_path, [])
+    old, new = tmp_path / "0a.17", tmp_path / "0b.17"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    store.write(A, FOUND)
+    assert not old.exists() and new.exists() and store.read(A) == FOUND
 
 
 def test_a_folder_that_cannot_be_written_hinders_nothing(
