@@ -29,7 +29,7 @@ def test_clients_take_turns_by_the_tokens_that_they_get() -> None:
     shares.charge(a, 90)
     assert in_order(shares, (a, [100, 101]), (b, [40, 41, 42])) == [40, 41, 42, 100, 101]
     shares.charge_outputs(np.array([b.index] * 50))
-    assert shares.counter(b) == 50 * OUTPUT_TOKENS
+    assert shares.counter(b.tenant) == 50 * OUTPUT_TOKENS
     assert in_order(shares, (a, [100, 101]), (b, [40])) == [100, 40, 101]
 
 
@@ -45,20 +45,20 @@ def test_users_divide_the_share_of_their_client() -> None:
     shares = FairShare()
     one, two, other = waiting(shares, "a", "one"), waiting(shares, "a", "two"), waiting(shares, "b")
     shares.charge(one, 10)
-    assert shares.counter(one) == 20
+    assert shares.counter(one.tenant) == 20
     shares.charge_outputs(np.array([two.index, two.index]))
-    assert shares.counter(two) == 4 * OUTPUT_TOKENS
+    assert shares.counter(two.tenant) == 4 * OUTPUT_TOKENS
     shares.dequeue(two)
     shares.close(two)
     shares.charge(one, 10)
-    assert shares.counter(one) == 30 and shares.counter(other) == 0
+    assert shares.counter(one.tenant) == 30 and shares.counter(other) == 0
 
 
 def test_an_open_server_counts_nothing() -> None:
     shares = FairShare()
     anybody = waiting(shares, "")
     shares.charge(anybody, 100)
-    assert shares.counter(anybody) == 0 and not shares.is_contended
+    assert shares.counter(anybody.tenant) == 0 and not shares.is_contended
 
 
 def test_only_some_service_is_saved_up() -> None:
@@ -67,14 +67,14 @@ def test_only_some_service_is_saved_up() -> None:
     shares.dequeue(b)
     shares.charge(a, 100_000)
     shares.enqueue(b)
-    assert shares.counter(b) == 100_000 - CREDIT
+    assert shares.counter(b.tenant) == 100_000 - CREDIT
     shares.dequeue(a)
     shares.charge(a, 100_000)
     shares.dequeue(b)  # the last to leave
     c = waiting(shares, "c")
-    assert shares.counter(c) == 100_000 - 2 * CREDIT
+    assert shares.counter(c.tenant) == 100_000 - 2 * CREDIT
     shares.enqueue(a)
-    assert shares.counter(a) == 200_000  # what was served is not forgiven
+    assert shares.counter(a.tenant) == 200_000  # what was served is not forgiven
 
 
 def test_a_client_far_behind_has_its_step_for_itself() -> None:
