@@ -6,8 +6,8 @@ With clients in turn, a sequence that has no room closes the step to its own cli
   there, or fits beside it (`backfill.py`). This is expected, not known. An overtaker that is not over by then gives its
   pages back. So a sequence that needs more than is ever free at once starts, too.
 - **Shares.** A client that holds more than its share of slots or pages (`holdings.py`) keeps nobody back: it waits for
-  itself. It gives a sequence back if a client that would stay within its share has no room and is far behind, or has
-  waited for `PATIENCE_S`. The last running sequence of a client is never taken.
+  itself. It gives a sequence back if a client that holds less than its share has no room and is behind, or has waited
+  for `PATIENCE_S`. The last running sequence of a client is never taken.
 
 What is given back waits in its client's queue, first of the client's sequences but not before other clients, and goes
 on from the pages that are still cached. Each step, at most one sequence gets room in these ways.
@@ -21,7 +21,7 @@ from worker.config import WorkerConfig
 from worker.lengths import OutputLengthPredictor
 from worker.scheduler.adapter_slots import AdapterSlots
 from worker.scheduler.backfill import Demand, Opening, opening, peaks
-from worker.scheduler.fair_share import FAR_BEHIND, ClientShare, FairShare, Member, Tenant
+from worker.scheduler.fair_share import CREDIT, ClientShare, FairShare, Member, Tenant
 from worker.scheduler.holdings import Holdings
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.kv_demand import PeakKVEstimator
@@ -42,9 +42,11 @@ SPARE = 4  # candidates beyond the free slots: some may wait for a prefix that a
 MOST_BLOCKED = 32  # clients without room in a step after which it is closed to all, since each costs a forecast
 MOST_BLOCKED_USERS = 8  # the same of a tenant, after which it is closed to the tenant
 MOST_RESERVATIONS = 4  # of them, those that are not kept waiting by overtakers: the first in the order
+MOST_WASTED = 2.0  # pages that are given back for each page that is needed, at most: they have to be computed again
 # How long a client within its share waits for one above it that is not far ahead by its counter. Between clients that
 # are served alike, a sequence ends by then, most often.
 PATIENCE_S = 1.0
+HURRY_S = 0.1  # least time between starts of a client for which others give way
 MOST_GIVING_WAY = 16  # sequences that give way to one
 
 
@@ -336,6 +338,9 @@ class Admission:
             if step < self._given_way_step:
                 return []  # no step was made since
             self._refuse_favoured(step)
+        table, rows = self._table, self._running.rows
+        to_come = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 0)
+        self._shares.expect(table.client[rows], to_come)
         self._refresh(step)
         if step < self._given_way_step or (self._running.has_room and not self._blocked):
             return []
@@ -350,15 +355,16 @@ class Admission:
             found: list[Sequence] = []
             if overdue is not None and not of_tenants.is_above(tenant):
                 since = self._table.start_step[self._running.rows] >= (seq.blocked_step or 0)
-                found = self._making_room(seq, needed, overdue & since & (clients != seq.share.index), None)
-            if not found and of_tenants.has_claim(tenant, needed):
-                may = self._are_ahead(tenant, of_tenants.owners, now_s)
-                found = self._making_room(seq, needed, may, of_tenants)
+                found = self._making_room(seq, needed, overdue & since & (clients != seq.share.index))
+            part = _part(tenant, now_s)
+            if not found and of_tenants.has_claim(tenant, needed, part):
+                may = self._are_ahead(seq, tenant, of_tenants.owners, now_s)
+                found = self._making_room(seq, needed, may, of_tenants, 2 - part)
             if not found and len(tenant.users) > 1:
-                of_users = self._holdings(tenant)
-                if of_users.has_claim(seq.share, needed):
-                    may = self._are_ahead(seq.share, clients, now_s) & (of_tenants.owners == tenant.index)
-                    found = self._making_room(seq, needed, may, of_users)
+                of_users, part = self._holdings(tenant), _part(seq.share, now_s)
+                if of_users.has_claim(seq.share, needed, part):
+                    may = self._are_ahead(seq, seq.share, clients, now_s) & (of_tenants.owners == tenant.index)
+                    found = self._making_room(seq, needed, may, of_users, 2 - part)
             if found:
                 self._favoured, self._given_way_step = seq, step + 1
                 return found
@@ -372,20 +378,21 @@ class Admission:
         return overdue if self._running.has_room and overdue.any() else None
 
     def _is_due(self, seq: Sequence, now_s: float) -> bool:
-        """Whether others may have to give way to a sequence: its tenant or its user started nothing for `PATIENCE_S`,
-        or is far behind."""
+        """Whether others may have to give way to a sequence: it has waited for `PATIENCE_S`, or is far behind. And its
+        client has started nothing for `HURRY_S`."""
         share = seq.share
-        least_s = now_s - PATIENCE_S
-        if seq.arrived_s <= least_s and min(share.started_s, share.tenant.started_s) <= least_s:
-            return True
-        return self._shares.is_far_behind(share)
+        if now_s - min(share.started_s, share.tenant.started_s) < HURRY_S:
+            return False
+        return now_s - seq.arrived_s >= PATIENCE_S or self._shares.is_behind(share)
 
-    def _are_ahead(self, member: Member, owners: np.ndarray, now_s: float) -> np.ndarray:
-        """Which of the running sequences, of `owners`, may have to give way to those of `member`: of others that are
-        far ahead, or of all others once it started nothing for `PATIENCE_S`; bool [n]."""
+    def _are_ahead(self, seq: Sequence, member: Member, owners: np.ndarray, now_s: float) -> np.ndarray:
+        """Which of the running sequences, of `owners`, may have to give way to `seq` of `member`: all others' if it has
+        waited for long, else those of others that are ahead by more than a client saves up; bool [n]."""
         others: np.ndarray = owners != member.index
-        if member.started_s > now_s - PATIENCE_S:
-            others &= self._shares.counter_at(owners) > self._shares.counter(member) + FAR_BEHIND
+        if now_s - member.started_s < HURRY_S:
+            return np.zeros_like(others)
+        if now_s - seq.arrived_s < PATIENCE_S:
+            others &= self._shares.turns_at(owners) > self._shares.turn(member) + CREDIT
         return others
 
     def _behind(self) -> list[Sequence]:
@@ -395,18 +402,20 @@ class Admission:
             return [self.queue.first_of(share) for share in self._shares.next_clients(MOST_RESERVATIONS)]
         return [seq for seq in self._blocked.values() if seq is not None][:MOST_RESERVATIONS]
 
-    def _making_room(self, seq: Sequence, needed: int, may: np.ndarray, holdings: Holdings | None) -> list[Sequence]:
+    def _making_room(
+        self, seq: Sequence, needed: int, may: np.ndarray, holdings: Holdings | None = None, factor: float = 1.0
+    ) -> list[Sequence]:
         """The running sequences that `may` give way, bool [n], the latest first, until `seq` has room; only those of
-        clients that hold more than their share, by `holdings`. Empty if all are too few."""
+        clients that hold more than their share times `factor`, by `holdings`. Empty if all are too few."""
         rows, table = self._running.rows, self._table
         if holdings is not None:
-            may = may & holdings.above
+            may = may & holdings.above(factor)
         places = np.flatnonzero(may)[::-1].tolist()
         if not places:
             return []
         demand, gone = self._demand(), np.zeros(len(rows), dtype=bool)
         for place, other in zip(places, table.sequences_at(rows[places]), strict=True):
-            if other.priority > seq.priority or (holdings is not None and not holdings.above[place]):
+            if other.priority > seq.priority or (holdings is not None and not holdings.above(factor)[place]):
                 continue
             gone[place] = True
             if holdings is not None:
@@ -414,7 +423,7 @@ class Admission:
             _, most = peaks(demand.without(gone), self._page_size)
             if needed + most[0] <= self._kv_cache.num_unreserved + float(demand.freed[gone].sum()):
                 return table.sequences_at(rows[gone])
-            if np.count_nonzero(gone) == MOST_GIVING_WAY:
+            if np.count_nonzero(gone) == MOST_GIVING_WAY or demand.freed[gone].sum() > MOST_WASTED * needed:
                 break
         return []
 
@@ -489,3 +498,10 @@ class Admission:
             self.kv_demand.begin(self._running, int(np.maximum(growth, 0).sum()))
             self._has_forecast = True
         return self.kv_demand
+
+
+def _part(member: Member, now_s: float) -> float:
+    """The part of its share up to which others give way to a client: all if nothing has become free for it for long.
+    Else others keep as much more than their shares. Clients that are served alike hold now more and now less, and what
+    is given back has to be computed again."""
+    return 1.0 if now_s - member.started_s >= PATIENCE_S else 0.5

@@ -16,6 +16,8 @@ The counters form a tree: tenants first, by weight, then the users of a tenant, 
 - Users save nothing up, since a tenant may name as many as it likes: a name that comes, new or known, begins at the
   least counter of the tenant's users that wait.
 - A counter that is forgotten does not come back lower (`_Group`), and a tenant's names push out no other tenant's.
+- Outputs are charged late, and those of long sequences very late: a client could take all slots before it has been
+  charged for them. So the tokens that running sequences are expected to make count as served in the order (`expect`).
 - A tenant that stays far behind the others even after its requests has the step for itself: no prompts of others
   lengthen the step that brings its first token.
 - Which of a client's own requests goes first is not decided here, nor between priorities.
@@ -88,12 +90,14 @@ class _Counters:
     """The counters of tenants and users, in one array, so that a step's tokens are charged in a few operations.
 
     - `values`: served tokens; of tenants, divided by the weight.
+    - `to_come`: the same for what running sequences are expected to make.
     - `prices`: of a token, for tenants.
     - `parents`: the tenant's index, for users.
     """
 
     def __init__(self) -> None:
-        self.values, self.prices, self.parents = np.zeros(8), np.ones(8), np.zeros(8, dtype=np.int64)
+        self.values, self.to_come = np.zeros(8), np.zeros(8)
+        self.prices, self.parents = np.ones(8), np.zeros(8, dtype=np.int64)
         self._free = list(range(7, -1, -1))
 
     @property
@@ -105,11 +109,12 @@ class _Counters:
         if not self._free:
             size = len(self.values)
             self._free = list(range(2 * size - 1, size - 1, -1))
-            for name in ("values", "prices", "parents"):
+            for name in ("values", "to_come", "prices", "parents"):
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate((column, np.zeros_like(column))))
         index = self._free.pop()
-        self.values[index], self.prices[index], self.parents[index] = value, 1.0, parent
+        self.values[index], self.to_come[index] = value, 0.0
+        self.prices[index], self.parents[index] = 1.0, parent
         return index
 
     def give_back(self, index: int) -> None:
@@ -165,14 +170,15 @@ class _Group(Generic[M]):
         return [member for member in self.members.values() if member.sequences]
 
     def most(self) -> float:
-        """The greatest counter of those that have sequences."""
-        values = self._counters.values
-        return max((float(values[member.index]) for member in self.members.values() if member.sequences), default=0.0)
+        """The greatest counter of those that have sequences, with what is to come."""
+        indices = [member.index for member in self.members.values() if member.sequences]
+        return float((self._counters.values[indices] + self._counters.to_come[indices]).max())
 
     def first(self, count: int) -> list[M]:
-        """The `count` members with the least counters, of those that have sequences in the queue."""
-        values = self._counters.values
-        return nsmallest(count, self._waiting, key=lambda member: float(values[member.index]))
+        """The `count` members with the least counters, with what is to come, of those that have sequences in the
+        queue."""
+        values, to_come = self._counters.values, self._counters.to_come
+        return nsmallest(count, self._waiting, key=lambda member: float(values[member.index] + to_come[member.index]))
 
     def leaves(self, member: M) -> None:
         """Called when a member's last sequence has left the queue."""
@@ -212,13 +218,13 @@ class FairShare:
         """The counter of a client, in prompt tokens: of a user within its tenant's share, of a tenant by weight."""
         return float(self._counters.values[member.index])
 
-    def counters(self, members: Iterable[Member]) -> np.ndarray:
-        """The counters of `members`, float64."""
-        return self.counter_at(np.array([member.index for member in members], dtype=np.int64))
+    def turn(self, member: Member) -> float:
+        """The counter of a client with what its running sequences are expected to make: the least is next."""
+        return float(self._counters.values[member.index] + self._counters.to_come[member.index])
 
-    def counter_at(self, indices: np.ndarray) -> np.ndarray:
-        """The counters of members, float64, by their `index`."""
-        return self._counters.values[indices]
+    def turns_at(self, indices: np.ndarray) -> np.ndarray:
+        """The same for members by their `index`, float64."""
+        return self._counters.values[indices] + self._counters.to_come[indices]
 
     def tenants_of(self, clients: np.ndarray) -> np.ndarray:
         """`Tenant.index` for each `ClientShare.index` of `clients`, int64."""
@@ -294,11 +300,11 @@ class FairShare:
 
     # ------------------------------------------------------------ service
 
-    def is_far_behind(self, share: ClientShare) -> bool:
-        """Whether another tenant, or another user of its tenant, has been served much more."""
+    def is_behind(self, share: ClientShare) -> bool:
+        """Whether another tenant, or another user of its tenant, is ahead by more than a client saves up."""
         tenant = share.tenant
-        return self._tenants.most() > self.counter(tenant) + FAR_BEHIND or (
-            len(tenant.users) > 1 and tenant.users.most() > self.counter(share) + FAR_BEHIND
+        return self._tenants.most() > self.turn(tenant) + CREDIT or (
+            len(tenant.users) > 1 and tenant.users.most() > self.turn(share) + CREDIT
         )
 
     def starts(self, share: ClientShare, now_s: float) -> None:
@@ -324,41 +330,55 @@ class FairShare:
             np.add.at(counters.values, indices, OUTPUT_TOKENS)
             np.add.at(counters.values, tenants, OUTPUT_TOKENS * counters.prices[tenants])
 
+    def expect(self, clients: np.ndarray, tokens: np.ndarray) -> None:
+        """Sets what the running sequences are expected to make. `clients`: int64 [n], their `ClientShare.index`;
+        `tokens` [n]."""
+        counters, tokens = self._counters, OUTPUT_TOKENS * tokens
+        size = len(counters.values)
+        of_tenants = np.bincount(counters.parents[clients], tokens, minlength=size)
+        counters.to_come = np.bincount(clients, tokens, minlength=size) + of_tenants * counters.prices
+
     def order(
         self,
         queues: Iterable[tuple[ClientShare, Iterator[T]]],
         rank: Callable[[T], tuple[int, ...]],
-        prompt_tokens: Callable[[T], int],
+        tokens_of: Callable[[T], float],
         is_served: Callable[[T], bool],
     ) -> Iterator[T]:
         """The members of all `queues`, one for each client, in the order in which they should be served: by `rank`,
         ascending, then by the counters of the tenants, then by those of their users, as if each were charged its
-        `prompt_tokens` in its turn. Members of a queue keep their order, and their ranks must ascend. Ends early after
+        `tokens_of` in its turn. Members of a queue keep their order, and their ranks must ascend. Ends early after
         the last member of a tenant that is far behind if the caller has served that member (`is_served`)."""
         of_tenant: dict[Tenant, list[tuple[tuple[int, ...], float, int, int, T, Iterator[T]]]] = {}
         for number, (share, queue) in enumerate(queues):
             for first in queue:
                 # Of equal counters, that of a client that has just come: it has fewer sequences.
-                head = rank(first), self.counter(share), share.sequences, number, first, queue
+                head = rank(first), self.turn(share), share.sequences, number, first, queue
                 of_tenant.setdefault(share.tenant, []).append(head)
                 break
         turns = []
         for tenant, heads in of_tenant.items():
             heapify(heads)
-            turns.append((heads[0][0], self.counter(tenant), tenant.sequences, heads[0][3], tenant.weight, heads))
+            turns.append((heads[0][0], self.turn(tenant), tenant.sequences, heads[0][3], tenant, heads))
         heapify(turns)
         while turns:
-            _, counter, sequences, place, weight, heads = turns[0]
+            _, counter, sequences, place, tenant, heads = turns[0]
             _, own, num_own, number, member, queue = heappop(heads)
             yield member
-            tokens = prompt_tokens(member)
+            tokens = tokens_of(member)
             for following in queue:
                 heappush(heads, (rank(following), own + tokens, num_own, number, following, queue))
                 break
-            counter += tokens / weight
+            counter += tokens / tenant.weight
             if heads:
-                heapreplace(turns, (heads[0][0], counter, sequences, place, weight, heads))
+                heapreplace(turns, (heads[0][0], counter, sequences, place, tenant, heads))
                 continue
             heappop(turns)
-            if turns and turns[0][1] - counter > FAR_BEHIND and is_served(member):
-                return
+            if turns and is_served(member):
+                # Of what was promised, this does not count: it takes no part of this step.
+                ahead = turns[0][1] - self._to_come(turns[0][4]) - (counter - self._to_come(tenant))
+                if ahead > FAR_BEHIND:
+                    return
+
+    def _to_come(self, member: Member) -> float:
+        return float(self._counters.to_come[member.index])

@@ -11,8 +11,7 @@ class Holdings:
     """Slots and pages of the running sequences of those that divide a share: all tenants, or the users of one.
 
     A share is by weight among those that have sequences, and one slot at least. Who holds more keeps nobody back, and
-    gives way to those that hold less than half of theirs, but for its last sequence. Half, since clients that are
-    served alike hold now more and now less than their shares, and what is given back has to be computed again.
+    gives way to those that hold less than theirs, but for its last sequence.
     """
 
     def __init__(
@@ -29,29 +28,29 @@ class Holdings:
         self._most_slots = np.maximum(1.0, num_slots * weights / weights.sum())
         self._most_pages = num_pages * weights / weights.sum()
 
-    @property
-    def above(self) -> np.ndarray:
-        """Whether the owner of each running sequence has more than its share, and another sequence; bool [n]."""
-        above: np.ndarray = (self._slots > 1) & self._is_above
+    def above(self, factor: float) -> np.ndarray:
+        """Whether the owner of each running sequence has more than its share times `factor`, and another sequence; bool
+        [n]."""
+        above: np.ndarray = (self._slots > 1) & self._is_above(factor)
         return above[self.owners]
 
-    def has_claim(self, member: Member, pages: int) -> bool:
-        """Whether a member is within half of its share, or has nothing, with one more slot and so many pages within its
-        share."""
+    def has_claim(self, member: Member, pages: int, part: float) -> bool:
+        """Whether a member with one more slot and so many pages is within its share, and was within this `part` of
+        it."""
         slots, most_slots = self._slots[member.index] + 1, self._most_slots[member.index]
         held, most_pages = self._pages[member.index], self._most_pages[member.index]
-        return bool((slots == 1 or slots <= most_slots / 2) and held <= most_pages / 2 and held + pages <= most_pages)
+        is_within = slots == 1 or slots <= most_slots * part
+        return bool(is_within and held <= most_pages * part and held + pages <= most_pages)
 
     def is_above(self, member: Member) -> bool:
         """Whether a member has more than its share of slots or pages."""
-        return bool(self._is_above[member.index])
+        return bool(self._is_above(1.0)[member.index])
 
     def take(self, place: int, pages: float) -> None:
         """Takes the slot and the pages of a running sequence from its owner. `place`: its index in `owners`."""
         self._slots[self.owners[place]] -= 1
         self._pages[self.owners[place]] -= pages
 
-    @property
-    def _is_above(self) -> np.ndarray:
-        above: np.ndarray = (self._slots > self._most_slots) | (self._pages > self._most_pages)
+    def _is_above(self, factor: float) -> np.ndarray:
+        above: np.ndarray = (self._slots > factor * self._most_slots) | (self._pages > factor * self._most_pages)
         return above

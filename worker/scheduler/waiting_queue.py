@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from worker.scheduler.fair_share import ClientShare, FairShare
+from worker.scheduler.fair_share import OUTPUT_TOKENS, ClientShare, FairShare
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 
@@ -219,7 +219,7 @@ class WaitingQueue:
         if len(of_client) < 2:
             return merged(prefills, waiting)
         queues = [(share, merged(*both)) for share, both in of_client.items()]
-        return self.shares.order(queues, _rank, _uncharged_tokens, is_served)
+        return self.shares.order(queues, _rank, _tokens_to_charge, is_served)
 
     def outdate(self, seq: Sequence, step: int) -> None:
         """Marks a sequence's cached prefix as out of date: from the next step on, the tree will have more of it."""
@@ -247,7 +247,8 @@ class WaitingQueue:
         for users in of_tenant.values():
             if len(users) > most:
                 first = [self._by_client[user][0].row for user in users]
-                order = np.lexsort((self.shares.counters(users), self._table.queue_class[first]))
+                turns = self.shares.turns_at(np.array([user.index for user in users]))
+                order = np.lexsort((turns, self._table.queue_class[first]))
                 users = [users[place] for place in order[:most].tolist()]
             found += users
         return found
@@ -293,6 +294,10 @@ def _rank(seq: Sequence) -> tuple[int, ...]:
     return -seq.priority, not seq.is_preempted or seq.gave_way
 
 
-def _uncharged_tokens(seq: Sequence) -> int:
-    """Prompt tokens for which its client is charged when it starts."""
-    return 0 if seq.started_s is not None else seq.num_tokens - seq.cached_estimate
+def _tokens_to_charge(seq: Sequence) -> float:
+    """Prompt tokens for which its client is charged when it starts, and the outputs that are expected to follow; of a
+    running sequence the client's counter has both."""
+    if seq.is_running:
+        return 0.0
+    prompt = 0 if seq.started_s is not None else seq.num_tokens - seq.cached_estimate
+    return prompt + OUTPUT_TOKENS * max(0, seq.expected_tokens - seq.num_tokens)

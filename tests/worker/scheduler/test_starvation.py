@@ -1,0 +1,213 @@
+"""Clients that try to keep others from their shares, and sequences that have no room, in virtual time."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.worker.virtual_replica import STEP_S, VirtualReplica
+from worker.scheduler.fair_share import CREDIT
+
+
+def served_before(replica: VirtualReplica, client: str, tokens: int) -> None:
+    """A client alone is served so many prompt tokens."""
+    for _ in range(tokens // 1000):
+        replica.send(client, 1000, 1)
+    while replica.scheduler.has_work:
+        replica.step()
+
+
+def chat(replica: VirtualReplica, seconds: float, client: str = "victim", **fields) -> list[float]:
+    """A request of four tokens each half second. Returns their waits."""
+    for _ in range(int(2 * seconds)):
+        replica.send(client, 30, fields.get("max_tokens", 4), **{k: v for k, v in fields.items() if k != "max_tokens"})
+        replica.run(0.5)
+    return replica.waits_s(client)[-int(2 * seconds) :]
+
+
+# ---------------------------------------------------------------- a sequence without room
+
+
+@pytest.mark.parametrize("used", [0, 25_000])
+@pytest.mark.parametrize("kv_tokens, count", [(13_232, 4), (13_232, 64), (40_000, 8), (100_000, 30)])
+def test_large_sequences_of_one_client_do_not_stop_the_others(kv_tokens: int, count: int, used: int) -> None:
+    replica = VirtualReplica(kv_tokens)
+    served_before(replica, "victim", used)
+    for _ in range(count):
+        replica.send("attacker", 20, 8000)
+    replica.run(0.5)
+    waits = chat(replica, 20)
+    assert max(waits) < 1.5 and sorted(waits)[len(waits) // 2] < 0.2
+
+
+@pytest.mark.parametrize("ends", [None, 60])
+def test_nor_do_those_who_fill_all_slots(ends: int | None) -> None:
+    """The victim's requests may be long by their limits."""
+    replica = VirtualReplica(400_000, max_running=32)
+    served_before(replica, "victim", 25_000)
+    for _ in range(80):
+        replica.send("attacker", 20, 8000)
+    replica.run(1.0)
+    long = {"max_tokens": 4000, "ends": ends} if ends else {}
+    waits = chat(replica, 12, **long)
+    assert max(waits) < 2.5 and sorted(waits)[len(waits) // 2] < 0.5
+    assert len(replica.scheduler.running) == 32  # and nothing is held back
+
+
+def test_users_of_one_client_do_not_fill_its_slots_for_each_other() -> None:
+    replica = VirtualReplica(400_000, max_running=16)
+    for _ in range(40):
+        replica.send("app", 20, 8000, user="greedy")
+    replica.run(1.0)
+    replica.send("app", 30, 4, user="quiet")
+    replica.run(2.0)
+    assert replica.num_live("app") == 40
+
+
+def test_many_users_with_large_sequences_do_not_close_the_step() -> None:
+    replica = VirtualReplica(13_232)
+    served_before(replica, "victim", 25_000)
+    for number in range(100):
+        replica.send("attacker", 20, 8000, user=f"user {number}")
+    replica.run(0.5)
+    assert max(chat(replica, 10)) < 1.5
+
+
+def test_a_large_sequence_does_not_starve_behind_small_ones() -> None:
+    """It needs nearly all pages, and the others would fill them for ever."""
+    replica = VirtualReplica(8_000)
+    for _ in range(60):
+        replica.send("many", 100, 100)
+    replica.run(3.0)
+    large = replica.send("large", 6_000, 200)
+    while large not in replica.first_s and replica.now_s < 120:
+        while replica.num_live("many") < 60:
+            replica.send("many", 100, 100)
+        replica.step()
+    assert replica.first_s[large] - replica.sent_s[large] < 30
+
+
+def test_nor_behind_those_that_take_longer_than_expected() -> None:
+    """The limits of the others tell nothing, and they are ten times as long as they have been."""
+    replica = VirtualReplica(8_000, max_running=16)
+    for _ in range(200):
+        replica.send("many", 50, 4000, ends=20)
+    while replica.scheduler.has_work:
+        replica.step()
+    for _ in range(20):
+        replica.send("many", 50, 4000, ends=400)
+    replica.run(1.0)
+    large = replica.send("large", 6_000, 200)
+    begun_s = replica.now_s
+    while large not in replica.first_s and replica.now_s < begun_s + 300:
+        while replica.num_live("many") < 20:
+            replica.send("many", 50, 4000, ends=400)
+        replica.step()
+    assert replica.first_s[large] - replica.sent_s[large] < 40
+
+
+# ---------------------------------------------------------------- names and credit
+
+
+def test_fresh_names_of_users_are_worth_nothing() -> None:
+    """Beside a client that names a new user with each request, another one gets half."""
+    replica = VirtualReplica(100_000, max_running=4)
+    number = 0
+    for _ in range(1500):
+        while replica.num_live("attacker") < 24:
+            number += 1
+            replica.send("attacker", 150, 24, user=f"user {number}")
+        if not replica.num_live("victim"):
+            replica.send("victim", 150, 24)
+        replica.step()
+    waits = replica.waits_s("victim")
+    assert max(waits) < 40 * STEP_S and len(waits) > 1500 / (24 + 40)
+
+
+def test_waiting_without_room_saves_up_no_more_than_the_credit() -> None:
+    """A tenant whose second sequence waits for its first one may not take all service afterwards."""
+    replica = VirtualReplica(20_000, max_running=8)
+    ids = [replica.send("attacker", 20, 12_000) for _ in range(2)]
+
+    def step(**floods: int) -> None:
+        for client, prompt in floods.items():
+            while replica.num_live(client) < 10:
+                replica.send(client, prompt, 20)
+        replica.step()
+
+    for _ in range(1500):
+        step(victim=200)
+    replica.scheduler.abort(ids)
+    before = replica.served["victim"]
+    for _ in range(400):
+        step(victim=200, attacker=200)
+    assert replica.served["victim"] - before > 400 * 2
+
+
+STRATEGIES: dict[str, Callable[[VirtualReplica, random.Random, int], None]] = {}
+
+
+def strategy(attack: Callable[[VirtualReplica, random.Random, int], None]) -> None:
+    STRATEGIES[attack.__name__] = attack
+
+
+@strategy
+def fresh_names(replica: VirtualReplica, rng: random.Random, step: int) -> None:
+    while replica.num_live("attacker") < 40:
+        replica.send("attacker", rng.randint(10, 300), rng.randint(1, 60), user=str(rng.random()))
+
+
+@strategy
+def sleeps(replica: VirtualReplica, rng: random.Random, step: int) -> None:
+    """It asks for nothing, and then for much at once, again and again."""
+    if step % 400 < 40:
+        while replica.num_live("attacker") < 60:
+            replica.send("attacker", 400, 100)
+
+
+@strategy
+def long_outputs(replica: VirtualReplica, rng: random.Random, step: int) -> None:
+    while replica.num_live("attacker") < 40:
+        replica.send("attacker", 20, rng.choice([500, 3000]))
+
+
+@strategy
+def too_large(replica: VirtualReplica, rng: random.Random, step: int) -> None:
+    while replica.num_live("attacker") < 6:
+        replica.send("attacker", rng.choice([20, 4000]), 5000, user=rng.choice("abc"))
+
+
+@strategy
+def looks_short(replica: VirtualReplica, rng: random.Random, step: int) -> None:
+    """Outputs are short, so that those to come are expected to be, and then they are long."""
+    while replica.num_live("attacker") < 30:
+        replica.send("attacker", 50, 4000, ends=10 if step % 500 < 300 else 1000)
+
+
+@strategy
+def many_choices(replica: VirtualReplica, rng: random.Random, step: int) -> None:
+    if replica.num_live("attacker") < 64:
+        prompt = [rng.randrange(3, 49_000) for _ in range(200)]
+        for _ in range(32):
+            replica.send("attacker", prompt, 200)
+
+
+@pytest.mark.parametrize("attack", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_over_any_time_a_client_gets_its_part(attack: Callable, weight: float) -> None:
+    """However another one behaves: what it is served since any moment lags behind its part of all service by no more
+    than the credit and what slots hold."""
+    replica, rng = VirtualReplica(12_000, max_running=16), random.Random(5)
+    part, lags = weight / (1 + weight), [0.0]
+    for step in range(1200):
+        attack(replica, rng, step)
+        while replica.num_live("victim") < 24:
+            replica.send("victim", rng.randint(20, 200), rng.randint(4, 40), weight=weight)
+        replica.step()
+        lags.append(part * sum(replica.work.values()) - replica.work["victim"])
+    lag = np.array(lags)
+    worst = float((lag - np.minimum.accumulate(lag)).max())
+    print(attack.__name__, weight, worst, replica.work, replica.scheduler.load().preemptions)
+    assert worst < CREDIT, f"{worst:.0f} tokens behind"
+    assert replica.work["victim"] > 0.7 * part * sum(replica.work.values())
