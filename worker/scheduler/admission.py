@@ -48,6 +48,7 @@ MOST_WASTED = 2.0  # pages that are given back for each page that is needed, at 
 PATIENCE_S = 1.0
 HURRY_S = 0.1  # least time between starts of a client for which others give way
 MOST_GIVING_WAY = 16  # sequences that give way to one
+LOOK_EVERY_STEPS = 4  # so often it is looked whether others should give way
 
 
 class Admission:
@@ -176,12 +177,16 @@ class Admission:
     def candidates(self, now_s: float) -> list[Sequence]:
         """The waiting sequences of which some may start in this step, those that should start first at the front."""
         self._now_s = now_s
-        if not self._is_open:
+        if not self.is_open:
             return []
         orders = QueueOrder.SHORTEST_PREFILL, QueueOrder.LONGEST_PREFIX
         if self.queue.order is QueueOrder.LEAST_WORK or (self._is_short and self.queue.order in orders):
-            return self.queue.most_due(self._running.num_free + SPARE, self._step, now_s)
-        return self.queue.by_urgency(self.queue.window(self._step), now_s)
+            found = self.queue.most_due(self._running.num_free + SPARE, self._step, now_s)
+        else:
+            found = self.queue.by_urgency(self.queue.window(self._step), now_s)
+        if self._blocked:
+            found = [seq for seq in found if seq.share not in self._blocked or seq is self._favoured]
+        return found
 
     def admit(self, seq: Sequence) -> bool:
         """Lets a waiting sequence start if there are a slot, tokens and pages for it. Returns whether it does.
@@ -192,7 +197,7 @@ class Admission:
         all. A sequence whose prefix another one is computing does not close it, nor does one whose adapter has no place
         on the device.
         """
-        if not self._is_open:
+        if not self.is_open:
             return False
         client = self._closed_with(seq)
         if client in self._closed or seq.share.tenant in self._closed:
@@ -232,7 +237,7 @@ class Admission:
         self._has_forecast = False
 
     @property
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether a sequence could still start in this step. Pages that a preemption has just freed are for running
         sequences."""
         return (
@@ -338,6 +343,8 @@ class Admission:
             if step < self._given_way_step:
                 return []  # no step was made since
             self._refuse_favoured(step)
+        if (step + 1) % LOOK_EVERY_STEPS:  # never at a multiple of RETRY_STEPS, when nobody is known to be blocked
+            return []
         table, rows = self._table, self._running.rows
         to_come = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 0)
         self._shares.expect(table.client[rows], to_come)

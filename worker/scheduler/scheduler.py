@@ -493,14 +493,18 @@ class Scheduler:
     def _schedule_chunks(self, prefills: list[Sequence]) -> None:
         """Adds chunks of running sequences and of waiting ones, which start, while the budget lasts. `prefills`: the
         running sequences that need chunks, by rank."""
+        prefills_left = len(prefills)
         for seq in self._in_chunk_order(prefills):
             if seq.is_running:
+                prefills_left -= 1
                 self._schedule_chunk(seq)
                 self._waiting.running_grew()
             elif self._waiting.admit(seq):
                 self._start(seq)
                 self._schedule_chunk(seq)
                 self._waiting.started(seq)
+            elif not prefills_left and not self._waiting.is_open:
+                break
 
     def _schedule_drafts(self, speculation: SpeculativeDecoding) -> None:
         """Adds drafts to the decodes of the step, as many as pay. Nothing is preempted for them."""

@@ -219,7 +219,8 @@ class WaitingQueue:
         if len(of_client) < 2:
             return merged(prefills, waiting)
         queues = [(share, merged(*both)) for share, both in of_client.items()]
-        return self.shares.order(queues, _rank, _tokens_to_charge, is_served)
+        charges = dict(zip(waiting, self._charges(waiting), strict=True))
+        return self.shares.order(queues, _rank, lambda seq: charges.get(seq, 0.0), is_served)
 
     def outdate(self, seq: Sequence, step: int) -> None:
         """Marks a sequence's cached prefix as out of date: from the next step on, the tree will have more of it."""
@@ -267,6 +268,16 @@ class WaitingQueue:
         kept: np.ndarray = best[np.sort(order[place < count])]
         return kept
 
+    def _charges(self, waiting: list[Sequence]) -> list[float]:
+        """For each waiting sequence the prompt tokens for which its client is charged when it starts, and the outputs
+        that are expected to follow. Of running ones, the client's counter has both."""
+        table, rows = self._table, np.array([seq.row for seq in waiting], dtype=np.int64)
+        tokens = table.num_tokens[rows]
+        prompts = tokens - table.cached_estimate[rows]
+        prompts[[seq.started_s is not None for seq in waiting]] = 0
+        charges: list[float] = (prompts + OUTPUT_TOKENS * np.maximum(table.expected_tokens[rows] - tokens, 0)).tolist()
+        return charges
+
     def _place(self, seq: Sequence) -> tuple[int, bool, int, int, int]:
         """Sort key of the queue, ascending; constant while a sequence waits."""
         to_come = seq.expected_tokens - seq.num_tokens if self.order is QueueOrder.LONGEST_OUTPUT else 0
@@ -292,12 +303,3 @@ class WaitingQueue:
 
 def _rank(seq: Sequence) -> tuple[int, ...]:
     return -seq.priority, not seq.is_preempted or seq.gave_way
-
-
-def _tokens_to_charge(seq: Sequence) -> float:
-    """Prompt tokens for which its client is charged when it starts, and the outputs that are expected to follow; of a
-    running sequence the client's counter has both."""
-    if seq.is_running:
-        return 0.0
-    prompt = 0 if seq.started_s is not None else seq.num_tokens - seq.cached_estimate
-    return prompt + OUTPUT_TOKENS * max(0, seq.expected_tokens - seq.num_tokens)
