@@ -175,7 +175,12 @@ class RateLimits:
                 )
                 used.new_requests = used.new_tokens = 0
                 used.told_s, used.told_running = now_s, used.running
-            elif not used.following and not used.at_once(now_s) and used.requests.is_empty(now_s) and used.tokens.is_empty(now_s):
+            elif (
+                not used.following
+                and not used.at_once(now_s)
+                and used.requests.is_empty(now_s)
+                and used.tokens.is_empty(now_s)
+            ):
                 del self._used[tenant]
         return UsageReport(self.router, clients) if clients else None
 

@@ -418,7 +418,9 @@ READS = {
 
 
 @pytest.mark.parametrize("path", READS)
-def test_a_request_without_a_replica_is_limited(make_stack: Any, make_replica: Any, keys: RouterConfig, path: str) -> None:
+def test_a_request_without_a_replica_is_limited(
+    make_stack: Any, make_replica: Any, keys: RouterConfig, path: str
+) -> None:
     stack = make_stack(make_replica(), config=keys)
     body, headers = READS[path], {"x-api-key": "sk-chat"}
 

@@ -45,9 +45,7 @@ class VirtualReplica:
         self._num_live = Counter[str]()
         self._number = 0
 
-    def send(
-        self, client: str, prompt: int | list[int], max_tokens: int, *, ends: int | None = None, **fields
-    ) -> str:
+    def send(self, client: str, prompt: int | list[int], max_tokens: int, *, ends: int | None = None, **fields) -> str:
         """Sends a request, and returns its id. `prompt`: its tokens, or how many, unlike all others'. `ends`: the
         output tokens after which it ends by itself, known to nobody; None: at its limit."""
         if isinstance(prompt, int):

@@ -587,7 +587,8 @@ class Scheduler:
         if seq.is_running:
             if keep and seq.lease is not None:
                 node = self.kv_cache.cache_prefix(seq)
-                self.leases.grant(seq.lease.owner, seq.lease.name, node, seq.lease.seconds, self.clock())
+                lease, client = seq.lease, seq.share.tenant.name
+                self.leases.grant(lease.owner, lease.name, node, lease.seconds, self.clock(), client)
             self._preemption.release(seq, keep)
         else:
             self._waiting.remove(seq)
