@@ -42,7 +42,7 @@ READ_FOR_ONE = 16
 
 
 class Kind(Enum):
-    """What a request does, as limits see it.
+    """Kinds of requests, as limits see them.
 
     | kind | requests in a minute | tokens in a minute | at once |
     | --- | --- | --- | --- |
@@ -87,7 +87,8 @@ class Bucket:
 @dataclass(slots=True)
 class _Used:
     """A client's use: `requests` and `tokens` of all routers, `running` and `following` of this one, what runs at
-    `others` by name, with the time when they were told. `new_requests`, `new_tokens`: what the other routers have not been told."""
+    `others` by name, with the time when they were told. `new_requests`, `new_tokens`: those of which the other routers
+    have not been told."""
 
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
@@ -103,6 +104,11 @@ class _Used:
         """Requests that run now, on all routers."""
         self.others = {router: told for router, told in self.others.items() if now_s - told[1] < TRUST_S}
         return self.running + sum(running for running, _ in self.others.values())
+
+    def is_needed(self, now_s: float) -> bool:
+        """Whether any of it counts still."""
+        buckets = self.requests, self.tokens
+        return bool(self.following or self.at_once(now_s)) or not all(bucket.is_empty(now_s) for bucket in buckets)
 
 
 class RateLimits:
@@ -175,12 +181,7 @@ class RateLimits:
                 )
                 used.new_requests = used.new_tokens = 0
                 used.told_s, used.told_running = now_s, used.running
-            elif (
-                not used.following
-                and not used.at_once(now_s)
-                and used.requests.is_empty(now_s)
-                and used.tokens.is_empty(now_s)
-            ):
+            elif not used.is_needed(now_s):
                 del self._used[tenant]
         return UsageReport(self.router, clients) if clients else None
 
@@ -348,11 +349,10 @@ def _refusals(client: ApiClient, used: _Used, now_s: float, kind: Kind) -> Itera
     if kind is Kind.ENDS:
         return
     at_once, follows = client.concurrent_requests, kind is Kind.FOLLOWS
-    if at_once is not None and kind is not Kind.READS:
-        if (used.following if follows else used.at_once(now_s)) >= at_once:
-            what = "follow {} responses" if follows else "have {} requests"
-            message = f"{client.name} may {what.format(at_once)} at once; wait until one of them has ended."
-            yield "concurrent", BUSY_RETRY_S, message
+    running = used.following if follows else used.at_once(now_s)
+    if at_once is not None and running >= at_once and kind is not Kind.READS:
+        what = f"follow {at_once} responses" if follows else f"have {at_once} requests"
+        yield "concurrent", BUSY_RETRY_S, f"{client.name} may {what} at once; wait until one of them has ended."
     yield _refusal(client, "requests", used.requests, client.requests_per_minute, 1, now_s)
     if kind in (Kind.GENERATES, Kind.TOKENISES):
         yield _refusal(client, "tokens", used.tokens, client.tokens_per_minute, 0, now_s)

@@ -3,10 +3,10 @@
 With clients in turn, a sequence that has no room closes the step to its own client only. The others do not wait for it:
 
 - **Overtaking.** A later sequence of another client may start if it ends before the pages of the first one will be
-  there, or fits beside it (`backfill.py`). This is expected, not known. An overtaker that is not over by then gives its
+  there, or fits alongside (`backfill.py`). Lengths are expected ones. An overtaker that is not over by then gives its
   pages back. So a sequence that needs more than is ever free at once starts, too.
-- **Shares.** A client that holds more than its share of slots or pages (`holdings.py`) keeps nobody back: it waits for
-  itself. It gives a sequence back if a client that holds less than its share has no room and is behind, or has waited
+- **Shares.** A client that holds more than its share of slots or pages (`holdings.py`) keeps no other client back: it
+  waits for itself. It gives a sequence back if a client that holds less than its share has no room and is behind, or has waited
   for `PATIENCE_S`. The last running sequence of a client is never taken.
 
 What is given back waits in its client's queue, first of the client's sequences but not before other clients, and goes
@@ -20,7 +20,7 @@ import numpy as np
 from worker.config import WorkerConfig
 from worker.lengths import OutputLengthPredictor
 from worker.scheduler.adapter_slots import AdapterSlots
-from worker.scheduler.backfill import Demand, Opening, opening, peaks
+from worker.scheduler.backfill import RunningDemand, Opening, opening, peaks
 from worker.scheduler.fair_share import CREDIT, ClientShare, FairShare, Member, Tenant
 from worker.scheduler.holdings import Holdings
 from worker.scheduler.kv_cache_manager import KVCacheManager
@@ -343,7 +343,7 @@ class Admission:
             if step < self._given_way_step:
                 return []  # no step was made since
             self._refuse_favoured(step)
-        if (step + 1) % LOOK_EVERY_STEPS:  # never at a multiple of RETRY_STEPS, when nobody is known to be blocked
+        if (step + 1) % LOOK_EVERY_STEPS:  # never at a multiple of RETRY_STEPS, when no client is known to be blocked
             return []
         table, rows = self._table, self._running.rows
         to_come = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 0)
@@ -435,7 +435,7 @@ class Admission:
         return []
 
     def _refuse_favoured(self, step: int) -> None:
-        """Called when the sequence for which others have given way did not start: nobody gives way for a while."""
+        """Called when the sequence for which others have given way did not start: none give way for a while."""
         self._favoured, self._given_way_step = None, step + RETRY_STEPS
 
     def _expected_pages(self, seq: Sequence) -> int:
@@ -448,7 +448,7 @@ class Admission:
         prompt = (seq.num_tokens - seq.cached_estimate) // PROMPT_TOKENS_A_STEP
         return 1 + prompt + max(1, seq.expected_tokens - seq.num_tokens)
 
-    def _demand(self) -> Demand:
+    def _demand(self) -> RunningDemand:
         """The running sequences."""
         table, rows = self._table, self._running.rows
         tokens, pages, limits = table.num_tokens[rows], table.num_pages[rows], table.token_limit[rows]
@@ -456,7 +456,7 @@ class Admission:
         # One that has outlived what was expected goes on for as long again.
         to_come = np.where(to_come > 0, to_come, tokens - table.num_prompt[rows])
         steps = np.clip(to_come, 1, np.maximum(limits - tokens, 1))
-        return Demand(steps, tokens, pages, self._held_pages(rows))
+        return RunningDemand(steps, tokens, pages, self._held_pages(rows))
 
     def _held_pages(self, rows: np.ndarray) -> np.ndarray:
         """Pages that the running sequences hold, float64; those that several share count in part for each."""
@@ -468,7 +468,7 @@ class Admission:
         return held
 
     def _holdings(self, tenant: Tenant | None = None) -> Holdings:
-        """What all tenants hold, or what the users of one do."""
+        """Holdings of all tenants, or of the users of one."""
         rows = self._running.rows
         clients, pages = self._table.client[rows], self._held_pages(rows)
         owners = self._shares.tenants_of(clients)

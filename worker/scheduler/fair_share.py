@@ -11,11 +11,11 @@ The counters form a tree: tenants first, by weight, then the users of a tenant, 
   as they are made, each as much as `OUTPUT_TOKENS` of a prompt.
 - A tenant that comes back is lifted to the least counter of those that wait, less `CREDIT`: of the service that it did
   not ask for, only this much is saved up. A tenant that asks for less than its share so goes first for a while when it
-  sends several requests at once. The same holds for service that a waiting tenant could not take: nobody falls further
-  behind a client that starts.
+  sends several requests at once. The same holds for service that a waiting tenant could not take: no
+  tenant falls further behind one that starts.
 - Users save nothing up, since a tenant may name as many as it likes: a name that comes, new or known, begins at the
   least counter of the tenant's users that wait.
-- A counter that is forgotten does not come back lower (`_Group`), and a tenant's names push out no other tenant's.
+- A counter that is forgotten does not come back lower (`_Sharers`), and a tenant's names push out no other tenant's.
 - Outputs are charged late, and those of long sequences very late: a client could take all slots before it has been
   charged for them. So the tokens that running sequences are expected to make count as served in the order (`expect`).
 - A tenant that stays far behind the others even after its requests has the step for itself: no prompts of others
@@ -50,7 +50,7 @@ MOST_IDLE_USERS = 128  # the same of each tenant's users
 
 
 class Member:
-    """One of those that divide a share, by `weight`. `index`: its place in the arrays of `FairShare`. `waiting`: its
+    """A client among those that divide a share, by `weight`. `index`: its place in the arrays of `FairShare`. `waiting`: its
     sequences in the queue. `sequences`: all of its sequences. `started_s`: when one of them started last."""
 
     __slots__ = ("index", "name", "sequences", "started_s", "waiting", "weight")
@@ -73,7 +73,7 @@ class Tenant(Member):
 
     def __init__(self, name: str, index: int, nodes: "_Counters") -> None:
         super().__init__(name, index)
-        self.users = _Group[ClientShare](nodes, 0.0, MOST_IDLE_USERS)
+        self.users = _Sharers[ClientShare](nodes, 0.0, MOST_IDLE_USERS)
 
 
 class ClientShare(Member):
@@ -121,8 +121,8 @@ class _Counters:
         self._free.append(index)
 
 
-class _Group(Generic[M]):
-    """Those that divide a share between them: the tenants of a replica, or the users of a tenant.
+class _Sharers(Generic[M]):
+    """The members that divide a share between them: the tenants of a replica, or the users of a tenant.
 
     Of the members without sequences, `most_idle` are kept at least and twice as many at most. Those with the least
     counters are forgotten, since a member that comes back is lifted anyway. New members begin with the most that was
@@ -200,7 +200,7 @@ class FairShare:
 
     def __init__(self) -> None:
         self._counters = _Counters()
-        self._tenants = _Group[Tenant](self._counters, CREDIT, MOST_IDLE)
+        self._tenants = _Sharers[Tenant](self._counters, CREDIT, MOST_IDLE)
         self._num_active = 0
         self.counts = False  # whether service is counted: clients have names
 
@@ -235,7 +235,7 @@ class FairShare:
         return self._tenants.active()
 
     def next_clients(self, count: int) -> list[ClientShare]:
-        """Of the `count` tenants with the least counters that have sequences in the queue, the users that are next."""
+        """The users that are next, of the `count` tenants with the least counters that have sequences in the queue."""
         return [tenant.users.first(1)[0] for tenant in self._tenants.first(count)]
 
     # ------------------------------------------------------------ sequences come and go

@@ -1,4 +1,4 @@
-"""What clients hold of a replica, against their shares of it."""
+"""Holdings of clients, in slots and pages of a replica, against their shares of it."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from worker.scheduler.fair_share import Member
 class Holdings:
     """Slots and pages of the running sequences of those that divide a share: all tenants, or the users of one.
 
-    A share is by weight among those that have sequences, and one slot at least. Who holds more keeps nobody back, and
+    A share is by weight among those that have sequences, and one slot at least. Who holds more keeps no other back, and
     gives way to those that hold less than theirs, but for its last sequence.
     """
 
@@ -35,7 +35,7 @@ class Holdings:
         return above[self.owners]
 
     def has_claim(self, member: Member, pages: int, part: float) -> bool:
-        """Whether a member with one more slot and so many pages is within its share, and was within this `part` of
+        """Whether a member with one more slot and this many pages is within its share, and was within this `part` of
         it."""
         slots, most_slots = self._slots[member.index] + 1, self._most_slots[member.index]
         held, most_pages = self._pages[member.index], self._most_pages[member.index]

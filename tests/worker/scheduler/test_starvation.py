@@ -32,7 +32,7 @@ def chat(replica: VirtualReplica, seconds: float, client: str = "victim", **fiel
 
 
 @pytest.mark.parametrize("used", [0, 25_000])
-@pytest.mark.parametrize("kv_tokens, count", [(13_232, 4), (13_232, 64), (40_000, 8), (100_000, 30)])
+@pytest.mark.parametrize(("kv_tokens", "count"), [(13_232, 4), (13_232, 64), (40_000, 8), (100_000, 30)])
 def test_large_sequences_of_one_client_do_not_stop_the_others(kv_tokens: int, count: int, used: int) -> None:
     replica = VirtualReplica(kv_tokens)
     served_before(replica, "victim", used)
@@ -186,7 +186,7 @@ def many_choices(replica: VirtualReplica, rng: random.Random, step: int) -> None
 ATTACKS = fresh_names, sleeps, long_outputs, too_large, looks_short, many_choices
 
 
-@pytest.mark.parametrize("attack, weight", [*((attack, 1.0) for attack in ATTACKS), (many_choices, 3.0)])
+@pytest.mark.parametrize(("attack", "weight"), [*((attack, 1.0) for attack in ATTACKS), (many_choices, 3.0)])
 def test_over_any_time_a_client_gets_its_part(attack: Attack, weight: float) -> None:
     """However another one behaves: what it is served since any moment lags behind its part of all service by no more
     than the credit and what slots hold."""
