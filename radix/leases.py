@@ -40,9 +40,9 @@ class Leases:
 
     All leases of an owner are renewed whenever the owner asks for one, and last for their own number of seconds from
     then on. When more than `most_pages` would be leased, the client with the most of them gives some up: no
-    client loses leases for one that has more. Of its owners, the one that has had leases for the shortest time gives its up, the
-    latest first. Giving up the least recently renewed instead would keep nothing for programs that take turns and do
-    not all fit: each would lose its lease just before its next turn.
+    client loses leases for one that has more. Of its owners, the one that has had leases for the shortest time gives
+    its up, the latest first. Giving up the least recently renewed instead would keep nothing for programs that take
+    turns and do not all fit: each would lose its lease just before its next turn.
     """
 
     def __init__(self, tree: Tree, most_pages: int) -> None:

@@ -1,6 +1,7 @@
 """A scheduler in virtual time and without an executor: steps of equal length, tokens without meaning."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class VirtualReplica:
     """`sent_s`, `first_s`, `ended_s`: when requests came, got their first token and ended, by id. `served`: output
     tokens by client. `work`: by client the prompt tokens that were computed, and twice the output tokens."""
 
-    def __init__(self, kv_tokens: int, max_running: int = 64, page_size: int = 16, **config) -> None:
+    def __init__(self, kv_tokens: int, max_running: int = 64, page_size: int = 16, **config: Any) -> None:
         self.now_s = 0.0
         self.config = WorkerConfig(page_size=page_size, max_running=max_running, token_budget=512, **config)
         self.tree = Tree(page_size, PagePool(kv_tokens // page_size, page_size))
@@ -45,7 +46,9 @@ class VirtualReplica:
         self._num_live = Counter[str]()
         self._number = 0
 
-    def send(self, client: str, prompt: int | list[int], max_tokens: int, *, ends: int | None = None, **fields) -> str:
+    def send(
+        self, client: str, prompt: int | list[int], max_tokens: int, *, ends: int | None = None, **fields: Any
+    ) -> str:
         """Sends a request, and returns its id. `prompt`: its tokens, or how many, unlike all others'. `ends`: the
         output tokens after which it ends by itself, known to nobody; None: at its limit."""
         if isinstance(prompt, int):

@@ -6,8 +6,8 @@ With clients in turn, a sequence that has no room closes the step to its own cli
   there, or fits alongside (`backfill.py`). Lengths are expected ones. An overtaker that is not over by then gives its
   pages back. So a sequence that needs more than is ever free at once starts, too.
 - **Shares.** A client that holds more than its share of slots or pages (`holdings.py`) keeps no other client back: it
-  waits for itself. It gives a sequence back if a client that holds less than its share has no room and is behind, or has waited
-  for `PATIENCE_S`. The last running sequence of a client is never taken.
+  waits for itself. It gives a sequence back if a client that holds less than its share has no room and is behind, or
+  has waited for `PATIENCE_S`. The last running sequence of a client is never taken.
 
 What is given back waits in its client's queue, first of the client's sequences but not before other clients, and goes
 on from the pages that are still cached. Each step, at most one sequence gets room in these ways.
@@ -20,7 +20,7 @@ import numpy as np
 from worker.config import WorkerConfig
 from worker.lengths import OutputLengthPredictor
 from worker.scheduler.adapter_slots import AdapterSlots
-from worker.scheduler.backfill import RunningDemand, Opening, opening, peaks
+from worker.scheduler.backfill import Opening, RunningDemand, opening, peaks
 from worker.scheduler.fair_share import CREDIT, ClientShare, FairShare, Member, Tenant
 from worker.scheduler.holdings import Holdings
 from worker.scheduler.kv_cache_manager import KVCacheManager

@@ -50,8 +50,9 @@ MOST_IDLE_USERS = 128  # the same of each tenant's users
 
 
 class Member:
-    """A client among those that divide a share, by `weight`. `index`: its place in the arrays of `FairShare`. `waiting`: its
-    sequences in the queue. `sequences`: all of its sequences. `started_s`: when one of them started last."""
+    """A client among those that divide a share, by `weight`. `index`: its place in the arrays of `FairShare`.
+    `waiting`: its sequences in the queue. `sequences`: all of its sequences. `started_s`: when one of them started
+    last."""
 
     __slots__ = ("index", "name", "sequences", "started_s", "waiting", "weight")
 

@@ -109,6 +109,27 @@ def test_nor_behind_those_that_take_longer_than_expected() -> None:
     assert replica.first_s[large] - replica.sent_s[large] < 40
 
 
+def test_an_overtaker_that_does_not_end_in_time_gives_way() -> None:
+    """Outputs were short so far, so those that overtake are expected to be."""
+    replica = VirtualReplica(8_000, max_running=16)
+    for _ in range(200):
+        replica.send("many", 50, 4000, ends=20)
+    while replica.scheduler.has_work:
+        replica.step()
+    early = replica.send("early", 3_000, 300)
+    replica.run(0.5)
+    large = replica.send("large", 6_000, 100)
+    replica.run(0.5)
+    for _ in range(10):
+        replica.send("many", 50, 4000, ends=3000)
+    replica.run(2.0)
+    assert len(replica.scheduler.running) == 11
+    while early not in replica.ended_s:
+        replica.step()
+    replica.run(3.0)
+    assert large in replica.first_s and replica.scheduler.load().preemptions > 0
+
+
 # ---------------------------------------------------------------- names and credit
 
 
