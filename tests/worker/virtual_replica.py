@@ -50,7 +50,7 @@ class VirtualReplica:
         self, client: str, prompt: int | list[int], max_tokens: int, *, ends: int | None = None, **fields: Any
     ) -> str:
         """Sends a request, and returns its id. `prompt`: its tokens, or how many, unlike all others'. `ends`: the
-        output tokens after which it ends by itself, known to nobody; None: at its limit."""
+        output tokens after which it ends by itself, which no forecast knows; None: at its limit."""
         if isinstance(prompt, int):
             self._number += 1
             prompt = [3 + self._number % 40_000, *range(3, 2 + prompt)]
