@@ -89,7 +89,8 @@ class Admission:
         self._reservations: list[tuple[ClientShare, Opening]] | None = None
         self._closed: set[Member | None] = set()  # clients, None for all, of which no sequence may start in this step
         self._favoured: Sequence | None = None  # for which others have given way
-        self._given_way_step = -RETRY_STEPS  # the step in which they did
+        self._given_way_step = -RETRY_STEPS  # before this step, none give way
+        self._looks = True  # whether what is to come is out of date: clients did not compete
         self._builder: StepBuilder  # of the step that is built
         self._step = 0
         self._is_closed = True  # whether no sequence may start in this step any more
@@ -337,14 +338,16 @@ class Admission:
     def to_give_way(self, step: int, now_s: float) -> list[Sequence]:
         """The running sequences that should be preempted before the next step so that one that waits has room."""
         if not (self._is_fair and self._shares.is_contended and len(self.queue)):
-            self._favoured = None
+            self._favoured, self._looks = None, True
             return []
         if self._favoured is not None:
             if step < self._given_way_step:
                 return []  # no step was made since
             self._refuse_favoured(step)
-        if (step + 1) % LOOK_EVERY_STEPS:  # never at a multiple of RETRY_STEPS, when no client is known to be blocked
+        # Never at a multiple of RETRY_STEPS, when no client is known to be blocked.
+        if (step + 1) % LOOK_EVERY_STEPS and not self._looks:
             return []
+        self._looks = False
         table, rows = self._table, self._running.rows
         to_come = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 0)
         self._shares.expect(table.client[rows], to_come)
