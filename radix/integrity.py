@@ -1,7 +1,8 @@
 """Checks that a tree and its pools are sound: pages, links, locks, leases, counts, eviction order, checkpoints,
 windows."""
 
-from collections.abc import Callable, Iterable, Iterator, KeysView
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,9 @@ class CheckedTree(Protocol):
 
     @property
     def num_leased(self) -> int: ...
+
+    @property
+    def leased_by(self) -> Mapping[str, int]: ...
 
     @property
     def num_reserved(self) -> int: ...
@@ -175,10 +179,12 @@ def _check_locks(node: PagedNode) -> None:
 
 
 def _check_leases(node: PagedNode) -> None:
-    own, below = len(node.own_leases), sum(child.leases for child in node.children.values())
+    counted = Counter(lease.client for lease in node.own_leases)
+    for child in node.children.values():
+        counted.update(child.leases)
     _require(
-        node.leases == own + below,
-        f"node {node.number} counts {node.leases} leases, but has {own} and its children {below}",
+        node.leases == counted,
+        f"node {node.number} counts leases {node.leases}, but there are {dict(counted)} on it and below it",
     )
     for lease in node.own_leases:
         _require(lease.node is node, f"a lease on node {node.number} names node {lease.node.number}")
@@ -193,6 +199,10 @@ def _check_counts(tree: CheckedTree, nodes: list[PagedNode]) -> None:
     )
     leased = sum(len(node.pages) for node in nodes if node.leases)
     _require(tree.num_leased == leased, f"num_leased is {tree.num_leased}, leased nodes hold {leased} pages")
+    leased_by = Counter[str]()
+    for node in nodes:
+        leased_by.update(dict.fromkeys(node.leases, len(node.pages)))
+    _require(dict(tree.leased_by) == +leased_by, f"leased_by is {tree.leased_by}, leased nodes hold {leased_by} pages")
     reserved = sum(len(node.pages) for node in nodes if node.leases and node.locks == 0)
     _require(
         tree.num_reserved == reserved,
@@ -223,7 +233,7 @@ def _check_heap(tree: CheckedTree, nodes: list[PagedNode]) -> None:
         if node is not tree.root and not node.children and node.locks == 0:
             _require(node.queued is not None, f"node {node.number} is an evictable leaf that eviction cannot find")
         if node.queued is not None:
-            value = (node.leases > 0, tree.policy(node))
+            value = (bool(node.leases), tree.policy(node))
             _require(node.queued <= value, f"the value of node {node.number} has fallen")
 
 

@@ -1,4 +1,5 @@
-"""Leases by owner, with an end: which paths of a tree are evicted last, for how long, and how many pages at most."""
+"""Leases by owner, with an end: which paths of a tree are evicted last, for how long, how many pages at most, and how
+clients share these."""
 
 import heapq
 import itertools
@@ -11,9 +12,10 @@ from radix.tree import Tree
 
 @dataclass(slots=True)
 class _Owner:
-    """`renewed_s`: when its leases were last renewed."""
+    """`renewed_s`: when its leases were last renewed. `client`: whose it is."""
 
     renewed_s: float
+    client: str
     grants: dict[str, "_Grant"] = field(default_factory=dict)
 
 
@@ -37,15 +39,17 @@ class Leases:
     """The leases on one tree. Each has an owner and a name; an owner has at most one lease of a name.
 
     All leases of an owner are renewed whenever the owner asks for one, and last for their own number of seconds from
-    then on. When more than `most_pages` would be leased, the owner that has had leases for the shortest time gives its
-    up, the latest first. Giving up the least recently renewed instead would keep nothing for programs that take turns
-    and do not all fit: each would lose its lease just before its next turn.
+    then on. When more than `most_pages` would be leased, the client with the most of them gives some up: no
+    client loses leases for one that has more. Of its owners, the one that has had leases for the shortest time gives
+    its up, the latest first. Giving up the least recently renewed instead would keep nothing for programs that take
+    turns and do not all fit: each would lose its lease just before its next turn.
     """
 
     def __init__(self, tree: Tree, most_pages: int) -> None:
         self._tree = tree
         self._most_pages = most_pages
-        self._owners: dict[str, _Owner] = {}  # the one that has had leases for the longest time first
+        self._owners: dict[str, _Owner] = {}
+        self._by_client: dict[str, dict[str, _Owner]] = {}  # the one that has had leases for the longest time first
         # (end, serial number, lease), soonest first. The end may be later by now: leases are renewed without the heap.
         self._ends: list[tuple[float, int, _Grant]] = []
         self._serials = itertools.count(1)
@@ -60,11 +64,14 @@ class Leases:
         if owner in self._owners:
             self._owners[owner].renewed_s = now_s
 
-    def grant(self, owner: str, name: str, node: PagedNode, seconds: float, now_s: float) -> None:
+    def grant(self, owner: str, name: str, node: PagedNode, seconds: float, now_s: float, client: str = "") -> None:
         """Leases the path to `node` for `seconds`, instead of what the owner had leased under this name. With 0
-        seconds, that lease just ends. Renews the owner's other leases."""
-        lease = self._tree.lease(node) if seconds > 0 else None
-        known = self._owners.setdefault(owner, _Owner(now_s))
+        seconds, that lease just ends. Renews the owner's other leases. `client`: whose owner it is, always the same."""
+        lease = self._tree.lease(node, client) if seconds > 0 else None
+        known = self._owners.get(owner)
+        if known is None:
+            known = self._owners[owner] = _Owner(now_s, client)
+            self._by_client.setdefault(client, {})[owner] = known
         known.renewed_s = now_s
         former = known.grants.get(name)
         if former is not None:
@@ -76,7 +83,10 @@ class Leases:
         self._num_grants += 1
         heapq.heappush(self._ends, (grant.ends_s, grant.serial, grant))
         while self._tree.num_leased > self._most_pages:
-            newest = self._owners[next(reversed(self._owners))]
+            leased_by = self._tree.leased_by
+            # Of clients with equally many pages, the one that is asking gives some up.
+            owners = self._by_client[max(leased_by, key=lambda other: (leased_by[other], other == client))]
+            newest = owners[next(reversed(owners))]
             self._end(newest.grants[next(reversed(newest.grants))])
         if len(self._ends) > 2 * self._num_grants + 64:
             self._ends = [entry for entry in self._ends if entry[2].serial == entry[1]]
@@ -119,8 +129,13 @@ class Leases:
         del grant.owner.grants[grant.name]
 
     def _forget_if_idle(self, owner: str) -> None:
-        if owner in self._owners and not self._owners[owner].grants:
+        known = self._owners.get(owner)
+        if known is not None and not known.grants:
             del self._owners[owner]
+            of_client = self._by_client[known.client]
+            del of_client[owner]
+            if not of_client:
+                del self._by_client[known.client]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every lease is listed once, on a node of the tree, and few enough are."""
@@ -131,3 +146,5 @@ class Leases:
         ), "a lease is not among the ends"
         assert all(grant.lease in grant.lease.node.own_leases for grant in grants), "a lease is on no node"
         assert self._tree.num_leased <= self._most_pages, "too many pages are leased"
+        owners = [owner for of_client in self._by_client.values() for owner in of_client]
+        assert sorted(owners) == sorted(self._owners), "an owner is of no client"

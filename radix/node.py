@@ -37,12 +37,13 @@ NO_PAGES.flags.writeable = False
 
 
 class NodeLease:
-    """A promise to evict the path to `node` last (`Tree.lease`)."""
+    """A promise to `client` to evict the path to `node` last (`Tree.lease`)."""
 
-    __slots__ = ("node",)
+    __slots__ = ("client", "node")
 
-    def __init__(self, node: "PagedNode") -> None:
+    def __init__(self, node: "PagedNode", client: str) -> None:
         self.node = node
+        self.client = client
 
 
 class PagedNode(Node):
@@ -54,7 +55,7 @@ class PagedNode(Node):
     | `last_used` | time of its last use, by the tree's clock |
     | `locks` | locks on this node and on all nodes below it |
     | `own_locks` | locks on this node alone |
-    | `leases` | leases on this node and on all nodes below it |
+    | `leases` | leases on this node and on all nodes below it, by client |
     | `own_leases` | the leases on this node alone |
     | `queued` | the value of its entry in the eviction heap; None if it has none |
     """
@@ -67,7 +68,7 @@ class PagedNode(Node):
         self.last_used: float = 0
         self.locks = 0
         self.own_locks = 0
-        self.leases = 0
+        self.leases: dict[str, int] = {}
         self.own_leases: set[NodeLease] = set()
         self.queued: tuple[bool, float] | None = None
 

@@ -19,7 +19,7 @@ leases pass to its parent, so the rest of the path stays leased.
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +85,7 @@ class Tree:
         self._num_cached = 0
         self._num_evictable = 0
         self._num_leased = self._num_reserved = 0
+        self._leased_by: dict[str, int] = {}
         # (value, serial number, node) of every evictable leaf, and of some nodes that are no longer evictable leaves.
         # When a node comes up, it is dropped if it is no longer one, and queued again if its value has risen. When a
         # value falls, because a lease has ended, the node is queued again at once, and its old entry is stale: its
@@ -107,6 +108,11 @@ class Tree:
     def num_leased(self) -> int:
         """Number of pages with a lease."""
         return self._num_leased
+
+    @property
+    def leased_by(self) -> Mapping[str, int]:
+        """Number of pages with a lease, by client."""
+        return self._leased_by
 
     @property
     def num_reserved(self) -> int:
@@ -164,33 +170,44 @@ class Tree:
             walker = walker.parent
         self._queue(node)
 
-    def lease(self, node: PagedNode) -> NodeLease:
+    def lease(self, node: PagedNode, client: str = "") -> NodeLease:
         """Lets `node` and its ancestors be evicted last, until `end_lease`. Raises ValueError for a node that was
         evicted."""
         if node.parent is None and node is not self.root:
             raise ValueError(f"node {node.number} was evicted: lease what match and insert return before evicting")
-        lease = NodeLease(node)
+        lease = NodeLease(node, client)
         node.own_leases.add(lease)
         walker: PagedNode | None = node
         while walker is not None:
-            if walker.leases == 0:
+            if not walker.leases:
                 self._num_leased += len(walker.pages)
                 self._num_reserved += len(walker.pages) if walker.locks == 0 else 0
-            walker.leases += 1
+            if client not in walker.leases:
+                self._count_leased(client, len(walker.pages))
+            walker.leases[client] = walker.leases.get(client, 0) + 1
             walker = walker.parent
         return lease
 
     def end_lease(self, lease: NodeLease) -> None:
         """Ends a lease. Raises KeyError if it has ended."""
         lease.node.own_leases.remove(lease)
+        client = lease.client
         walker: PagedNode | None = lease.node
         while walker is not None:
-            walker.leases -= 1
-            if walker.leases == 0:
+            walker.leases[client] -= 1
+            if not walker.leases[client]:
+                del walker.leases[client]
+                self._count_leased(client, -len(walker.pages))
+            if not walker.leases:
                 self._num_leased -= len(walker.pages)
                 self._num_reserved -= len(walker.pages) if walker.locks == 0 else 0
                 self._queue_again(walker)
             walker = walker.parent
+
+    def _count_leased(self, client: str, num_pages: int) -> None:
+        self._leased_by[client] = self._leased_by.get(client, 0) + num_pages
+        if not self._leased_by[client]:
+            del self._leased_by[client]
 
     def evict(self, num_pages: int) -> int:
         """Frees `num_pages` pages into the pool, or fewer if the rest is locked, and returns their number.
@@ -278,7 +295,7 @@ class Tree:
         upper.pages, node.pages = node.pages[:num_pages].copy(), node.pages[num_pages:].copy()
         upper.last_used = node.last_used
         upper.locks = node.locks
-        upper.leases = node.leases
+        upper.leases = dict(node.leases)
         if self._on_event is not None:
             self._on_event(Split(node.number, upper.number, at // TOKEN_BYTES))
         return upper
@@ -297,6 +314,8 @@ class Tree:
         if leaf.leases:
             self._num_leased -= len(leaf.pages)
             self._num_reserved -= len(leaf.pages)
+            for client in leaf.leases:
+                self._count_leased(client, -len(leaf.pages))
             for lease in leaf.own_leases:
                 lease.node = parent
             parent.own_leases |= leaf.own_leases
@@ -308,7 +327,7 @@ class Tree:
         return not node.children and node.locks == 0 and node.parent is not None
 
     def _value(self, node: PagedNode) -> tuple[bool, float]:
-        return node.leases > 0, self.policy(node)
+        return bool(node.leases), self.policy(node)
 
     def _queue(self, node: PagedNode) -> None:
         """Gives `node` an entry in the heap if it is an evictable leaf without one."""

@@ -52,7 +52,7 @@ from router.protocols.messages_routes import anthropic_model, anthropic_models, 
 from router.protocols.messages_types import AnthropicModel
 from router.protocols.responses_routes import responses_routes
 from router.rate_limits import HEADERS as RATE_LIMIT_HEADERS
-from router.rate_limits import RateLimits
+from router.rate_limits import Kind, RateLimits
 from router.requests import (
     INT32,
     ChatRequest,
@@ -114,7 +114,7 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
     app.include_router(_generation_routes(models, keys, limits), dependencies=dependencies)
     app.include_router(embedding_routes(models, limits), dependencies=dependencies)
     app.include_router(responses_routes(models, keys, limits), dependencies=dependencies)
-    app.include_router(_model_routes(models), dependencies=dependencies)
+    app.include_router(_model_routes(models, limits), dependencies=dependencies)
     app.include_router(adapter_routes(models), dependencies=dependencies)
     inside: list[Any] = dependencies if closed else []
     app.include_router(_operator_routes(models, app.version, inside))
@@ -259,8 +259,9 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
     return routes
 
 
-def _model_routes(models: Models) -> APIRouter:
+def _model_routes(models: Models, limits: RateLimits) -> APIRouter:
     routes = APIRouter(tags=["model"])
+    admitted = [Depends(limits.admit_as(Kind.TOKENISES))]
     created = int(time.time())
 
     @routes.get("/v1/models", responses=openapi.answers(ModelList, 401))
@@ -278,21 +279,24 @@ def _model_routes(models: Models) -> APIRouter:
 
     @routes.post(
         "/tokenize",
+        dependencies=admitted,
         openapi_extra=openapi.body(TokenizeRequest),
-        responses=openapi.answers(TokenizeResponse, 400, 401, 404, 408, 413, 415, 500, 502),
+        responses=openapi.answers(TokenizeResponse, 400, 401, 404, 408, 413, 415, 429, 500, 502),
     )
     @models.passing_on
     async def tokenize(request: Request) -> Response:
         """The tokens of a text or of a conversation."""
         service, body, size = await models.read(request, TokenizeRequest)
         tokens = await service.in_thread(request, size, _tokens, service, body)
+        request.state.ticket.add_read(len(tokens))
         spelled = service.tokenizer.spelled(tokens) if body.return_token_strs else None
         return _json(TokenizeResponse(tokens, len(tokens), service.context_length, spelled))
 
     @routes.post(
         "/detokenize",
+        dependencies=admitted,
         openapi_extra=openapi.body(DetokenizeRequest),
-        responses=openapi.answers(DetokenizeResponse, 400, 401, 404, 408, 413, 415, 500, 502),
+        responses=openapi.answers(DetokenizeResponse, 400, 401, 404, 408, 413, 415, 429, 500, 502),
     )
     @models.passing_on
     async def detokenize(request: Request) -> Response:
@@ -300,14 +304,16 @@ def _model_routes(models: Models) -> APIRouter:
         service, body, size = await models.read(request, DetokenizeRequest)
         check_token_ids(body.tokens, service.tokenizer.vocab_size, "tokens")
         skip = body.skip_special_tokens is True
+        request.state.ticket.add_read(len(body.tokens))
         return _json(
             DetokenizeResponse(await service.in_thread(request, size, service.tokenizer.decode, body.tokens, skip))
         )
 
     @routes.get(
         "/tokenizer_info",
+        dependencies=admitted,
         openapi_extra=openapi.queries(model=str),
-        responses=openapi.answers(TokenizerInfo, 400, 401, 404),
+        responses=openapi.answers(TokenizerInfo, 400, 401, 404, 429),
     )
     async def tokenizer_info(request: Request) -> Response:
         """The tokenizer's own configuration, for clients that render chats themselves."""

@@ -148,6 +148,9 @@ class Generation:
 
     def _begin(self) -> None:
         self.ticket.add_tokens(prompt=self._job.prompt_tokens)
+        # Each sequence counts as a request of its own would: of a prompt, cached tokens count, too.
+        all_prompts = sum(len(sequence.prompt.token_ids) for sequence in self._job.sequences)
+        self.ticket.add_again(all_prompts - self._job.prompt_tokens)
         if (told := request_log.current()) is not None:
             told.prompt_tokens += self._job.prompt_tokens
 
@@ -206,9 +209,8 @@ class Generation:
                 branch = held.branch.extended(prompt.text or "", prompt.token_ids, answer, *kept)
                 programs.end(turn, branch)
                 if sequence.call is not None and sequence.call.then:
-                    self._service.prefetch(
-                        f"{self._name}-{sequence.index}-then", branch, sequence.call, self._cache_salt
-                    )
+                    name, user = f"{self._name}-{sequence.index}-then", self.ticket.client.user(self._job.user)
+                    self._service.prefetch(name, branch, sequence.call, self._cache_salt, self.ticket, user)
             await on_piece(piece)
 
         with turn_on(programs, held) as turn:

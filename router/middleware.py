@@ -37,7 +37,7 @@ class Observed:
     | `send` | the server's own `send`, for parts of a body that others follow: no middleware looks at these |
     | `shutdown` | the router's `Shutdown`, which may come before the answer has ended |
     | `aborted` | as `shutdown`, by the client's own wish; a route that generates sets it |
-    | `ticket` | the client's; a route that generates sets it. Answers have its headers, and it ends with them |
+    | `ticket` | the client's; a route that limits count sets it. Answers have its headers, and it ends with them |
     | `passed_over` | names of what the request has and this server passes over; `Models` makes it |
 
     The answer names what is passed over in its header X-Shoal-Ignored, the log when it comes for the first time.
@@ -112,12 +112,12 @@ def _reason(error: ApiError) -> str:
 
 
 def _write_log(state: dict[str, Any], told: request_log.RequestLog) -> None:
-    """Writes the line of a request that has ended: it had a ticket and was answered (info), it was refused (info), or
+    """Writes the line of a request that has ended: it generated and was answered (info), it was refused (info), or
     the server failed (warning). Of a client's own mistake, nothing is written."""
     error: ApiError | None = state.get("error")
     if error is None:
         ticket: Ticket | None = state.get("ticket")
-        if ticket is not None and not ticket.kept:
+        if ticket is not None and ticket.generates and not ticket.kept:
             told.write()
     elif error.status >= 500 or error.status in REFUSALS:
         level = logging.INFO if error.status in REFUSALS else logging.WARNING

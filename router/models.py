@@ -14,7 +14,7 @@ from router.config import RouterConfig
 from router.deadline import timeout_of
 from router.errors import ApiError, invalid
 from router.metrics import Metrics
-from router.rate_limits import RateLimits, UsageExchange
+from router.rate_limits import RateLimits, Ticket, UsageExchange
 from router.requests import Body
 from router.service import Service
 from router.shutdown import Shutdown
@@ -175,13 +175,14 @@ class Models:
 
     async def read(self, request: Request, kind: type[Known]) -> tuple[Service, Known, int]:
         """The service of the model that a request's body names, the body as `kind`, and its size in bytes. Raises what
-        `read_sent`, `parse` and, for a request with a ticket, `Service.check_queue` do, and ApiError (404) for an
+        `read_sent`, `parse` and, for a request that generates, `Service.check_queue` do, and ApiError (404) for an
         unknown model."""
         sent = await self._sent(request)
         body = parse(kind, sent, passed_over(request))
         service = self.service(body.model)  # type: ignore[attr-defined]  # every kind has it
         request.state.model = service.base_model
-        if hasattr(request.state, "ticket"):  # it is about to wait for a replica
+        ticket: Ticket | None = getattr(request.state, "ticket", None)
+        if ticket is not None and ticket.generates:  # it is about to wait for a replica
             self._name(request, body)
             request.state.timeout_s = timeout_of(request, body)
             service.check_queue(request.state.timeout_s)

@@ -9,14 +9,17 @@ was used in the last fraction of a second.
 A limit in a minute is a leaky bucket: what was used flows off evenly, the whole limit within a minute. Tokens are
 counted after the fact. A prompt counts as soon as it is tokenised, an answer as it is made, and the next requests wait
 until the bucket is no longer full.
+
+Requests that generate nothing cost a router something, too. What they count against depends on their `Kind`.
 """
 
 import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from fastapi import Request
 
@@ -33,6 +36,28 @@ REPORT_EVERY_S = 0.1
 # Running requests are told again so often, and count for so long at the other routers: a router may have gone.
 REPEAT_S, TRUST_S = 1.0, 5.0
 BUSY_RETRY_S = 1  # when a client with too many requests at once may try again: when one of them ends is not known
+# Tokens of a text that is only tokenised, for each that counts: what a router does with a text costs about so much less
+# than what a replica does.
+READ_FOR_ONE = 16
+
+
+class Kind(Enum):
+    """Kinds of requests, as limits see them.
+
+    | kind | requests in a minute | tokens in a minute | at once |
+    | --- | --- | --- | --- |
+    | `GENERATES` | counts | counts | counts |
+    | `TOKENISES` | counts | a part counts (`READ_FOR_ONE`) | counts |
+    | `READS` what is stored | counts | | |
+    | `FOLLOWS` a stored response | counts | | among those that follow, at each router |
+    | `ENDS` another request, or what is stored | counts, and is never refused | | |
+    """
+
+    GENERATES = auto()
+    TOKENISES = auto()
+    READS = auto()
+    FOLLOWS = auto()
+    ENDS = auto()
 
 
 @dataclass(slots=True)
@@ -61,12 +86,14 @@ class Bucket:
 
 @dataclass(slots=True)
 class _Used:
-    """A client's use: `requests` and `tokens` of all routers, `running` of this one and of `others` by name, with the
-    time when they were told. `new_requests`, `new_tokens`: what the other routers have not been told."""
+    """A client's use: `requests` and `tokens` of all routers, `running` and `following` of this one, what runs at
+    `others` by name, with the time when they were told. `new_requests`, `new_tokens`: those of which the other routers
+    have not been told."""
 
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
     running: int = 0
+    following: int = 0
     others: dict[str, tuple[int, float]] = field(default_factory=dict)
     told_s: float = -math.inf
     told_running: int = 0
@@ -77,6 +104,11 @@ class _Used:
         """Requests that run now, on all routers."""
         self.others = {router: told for router, told in self.others.items() if now_s - told[1] < TRUST_S}
         return self.running + sum(running for running, _ in self.others.values())
+
+    def is_needed(self, now_s: float) -> bool:
+        """Whether any of it counts still."""
+        buckets = self.requests, self.tokens
+        return bool(self.following or self.at_once(now_s)) or not all(bucket.is_empty(now_s) for bucket in buckets)
 
 
 class RateLimits:
@@ -94,12 +126,20 @@ class RateLimits:
         generate, after `Keys.check`. Raises ApiError (429)."""
         request.state.ticket = self.enter(client_of(request))
 
-    def enter(self, client: ApiClient) -> "Ticket":
+    def admit_as(self, kind: Kind) -> Callable[[Request], Awaitable[None]]:
+        """A dependency as `admit`, of routes that do something else."""
+
+        async def admit(request: Request) -> None:
+            request.state.ticket = self.enter(client_of(request), kind)
+
+        return admit
+
+    def enter(self, client: ApiClient, kind: Kind = Kind.GENERATES) -> "Ticket":
         """Admits a request, which runs until its ticket ends. Raises ApiError (429) if that would break a limit."""
-        ticket = Ticket(self, client)
+        ticket = Ticket(self, client, kind)
         if ticket.is_limited:
             used, now_s = self.used(client), self._clock()
-            refused = [refusal for refusal in _refusals(client, used, now_s) if refusal is not None]
+            refused = [refusal for refusal in _refusals(client, used, now_s, kind) if refusal is not None]
             if refused:
                 limit, wait_s, message = max(refused, key=lambda refusal: refusal[1])
                 self._metrics.client_requests.labels(client.name, limit).inc()
@@ -107,7 +147,8 @@ class RateLimits:
                 raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
             used.requests.add(1, client.requests_per_minute or 0, now_s)
             used.new_requests += 1
-            used.running += 1
+            used.running += ticket.runs
+            used.following += kind is Kind.FOLLOWS
         self._metrics.client_requests.labels(client.name, "admitted").inc()
         return ticket
 
@@ -140,7 +181,7 @@ class RateLimits:
                 )
                 used.new_requests = used.new_tokens = 0
                 used.told_s, used.told_running = now_s, used.running
-            elif not used.at_once(now_s) and used.requests.is_empty(now_s) and used.tokens.is_empty(now_s):
+            elif not used.is_needed(now_s):
                 del self._used[tenant]
         return UsageReport(self.router, clients) if clients else None
 
@@ -158,9 +199,10 @@ class Ticket:
     """A request that was admitted. `kept`: the request goes on after its HTTP answer, and its runner ends the
     ticket."""
 
-    def __init__(self, limits: RateLimits, client: ApiClient) -> None:
+    def __init__(self, limits: RateLimits, client: ApiClient, kind: Kind = Kind.GENERATES) -> None:
         self.client = client
         self.kept = False
+        self._kind = kind
         self.is_limited = any(
             limit is not None
             for limit in (client.requests_per_minute, client.tokens_per_minute, client.concurrent_requests)
@@ -169,14 +211,43 @@ class Ticket:
         self._prompt = self._output = 0
         self._has_ended = False
 
+    @property
+    def generates(self) -> bool:
+        """Whether the request is for tokens of a model."""
+        return self._kind is Kind.GENERATES
+
+    @property
+    def runs(self) -> bool:
+        """Whether it counts among the requests at once."""
+        return self._kind in (Kind.GENERATES, Kind.TOKENISES)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the client's limit allows more tokens now."""
+        most = self.client.tokens_per_minute
+        return most is None or self._limits.used(self.client).tokens.leak(most, self._limits.now_s()) < most
+
     def add_tokens(self, prompt: int = 0, output: int = 0) -> None:
-        """Counts tokens that the request uses."""
+        """Counts tokens that the request uses, also after its end."""
         self._prompt += prompt
         self._output += output
+        if self._has_ended:
+            self._limits.count(self.client, prompt, output)
+        self._use(prompt + output)
+
+    def add_again(self, tokens: int) -> None:
+        """Counts tokens that the answer's usage has already, as those of a prompt with several choices."""
+        self._use(tokens)
+
+    def add_read(self, tokens: int) -> None:
+        """Counts tokens of a text that no model computes."""
+        self._use(-(-tokens // READ_FOR_ONE))
+
+    def _use(self, tokens: int) -> None:
         if self.client.tokens_per_minute is not None:
             used = self._limits.used(self.client)
-            used.tokens.add(prompt + output, self.client.tokens_per_minute, self._limits.now_s())
-            used.new_tokens += prompt + output
+            used.tokens.add(tokens, self.client.tokens_per_minute, self._limits.now_s())
+            used.new_tokens += tokens
 
     def end(self) -> None:
         """Ends the request. Does nothing the second time."""
@@ -185,7 +256,9 @@ class Ticket:
         self._has_ended = True
         self._limits.count(self.client, self._prompt, self._output)
         if self.is_limited:
-            self._limits.used(self.client).running -= 1
+            used = self._limits.used(self.client)
+            used.running -= self.runs
+            used.following -= self._kind is Kind.FOLLOWS
 
     def headers(self) -> dict[str, str]:
         """OpenAI's headers: of each limit in a minute the limit, what remains of it, and when all of it will again."""
@@ -271,14 +344,18 @@ def duration(seconds: float) -> str:
 Refusal = tuple[str, float, str]
 
 
-def _refusals(client: ApiClient, used: _Used, now_s: float) -> Iterable[Refusal | None]:
+def _refusals(client: ApiClient, used: _Used, now_s: float, kind: Kind) -> Iterable[Refusal | None]:
     """For each limit that is reached: its name, seconds until it may not be, and what the client is told."""
-    at_once = client.concurrent_requests
-    if at_once is not None and used.at_once(now_s) >= at_once:
-        message = f"{client.name} may have {at_once} requests at once; wait until one of them has ended."
-        yield "concurrent", BUSY_RETRY_S, message
+    if kind is Kind.ENDS:
+        return
+    at_once, follows = client.concurrent_requests, kind is Kind.FOLLOWS
+    running = used.following if follows else used.at_once(now_s)
+    if at_once is not None and running >= at_once and kind is not Kind.READS:
+        what = f"follow {at_once} responses" if follows else f"have {at_once} requests"
+        yield "concurrent", BUSY_RETRY_S, f"{client.name} may {what} at once; wait until one of them has ended."
     yield _refusal(client, "requests", used.requests, client.requests_per_minute, 1, now_s)
-    yield _refusal(client, "tokens", used.tokens, client.tokens_per_minute, 0, now_s)
+    if kind in (Kind.GENERATES, Kind.TOKENISES):
+        yield _refusal(client, "tokens", used.tokens, client.tokens_per_minute, 0, now_s)
 
 
 def _refusal(client: ApiClient, what: str, bucket: Bucket, most: int | None, more: int, now_s: float) -> Refusal | None:

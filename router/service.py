@@ -28,6 +28,7 @@ from router.metrics import ModelMetrics
 from router.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
 from router.queue_wait import ShortestQueue
+from router.rate_limits import Ticket
 from router.replica_stream import ReaderTooSlow, ReplicaLost, ReplicaStream
 from router.replica_times import ReplicaTimes
 from router.replicas import Replicas
@@ -360,27 +361,47 @@ class Service:
         self.programs.remove(program)
         self.replicas.tell_all(Release([program]))
 
-    def prefetch(self, request_id: str, branch: BranchText, call: BranchCall, cache_salt: str) -> None:
+    def prefetch(
+        self, request_id: str, branch: BranchText, call: BranchCall, cache_salt: str, ticket: Ticket, user: str
+    ) -> None:
         """Lets the home of a branch compute the constant text that will follow it, unless that is short, or the home is
-        full or gone."""
+        full or gone. `ticket`, `user`: those of the request before. The text counts as its client's: without tokens
+        left, nothing is computed ahead."""
         home = self.programs.home(call)
         if (
             home is not None
             and home.replica_id in self.replicas.ready
             and call.then is not None
             and len(call.then) >= LEAST_PREFETCHED
+            and ticket.has_tokens
         ):
-            task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, call.then, cache_salt))
+            text = call.then, cache_salt, ticket, user
+            task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, *text))
             self._prefetches.add(task)
             task.add_done_callback(self._prefetches.discard)
 
-    async def _prefetch(self, request_id: str, replica_id: str, branch: BranchText, text: str, cache_salt: str) -> None:
-        prompt_ids = await self._threads(len(text)).run("", branch.prompt, text, self.tokenizer.encode_part)
+    async def _prefetch(
+        self,
+        request_id: str,
+        replica_id: str,
+        branch: BranchText,
+        text: str,
+        cache_salt: str,
+        ticket: Ticket,
+        user: str,
+    ) -> None:
+        prompt_ids = await self._threads(len(text)).run(
+            ticket.client.tenant, branch.prompt, text, self.tokenizer.encode_part
+        )
+        ticket.add_tokens(prompt=len(prompt_ids) - len(branch.token_ids))
         request = Generate(
             request_id=request_id,
             prompt_ids=prompt_ids,
             sampling=GREEDY_TOKEN,
             priority=LOWEST_PRIORITY,
+            client=ticket.client.tenant,
+            user=user,
+            weight=ticket.client.weight,
             cache_salt=cache_salt,
             adapter=self.adapter,
         )

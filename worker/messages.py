@@ -125,7 +125,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     """A wish to keep a request's KV: for `seconds` after its end, it is evicted last.
 
     `owner` has one lease of each `name`; a request without seconds ends it. Every request with a lease renews all
-    leases of its owner. Leases hold at most half of the pages; those of the newest owner are given up first.
+    leases of its owner. Leases hold at most half of the pages. Then the client that has most of them gives up those of
+    its newest owner.
     """
 
     owner: str

@@ -10,6 +10,7 @@ from cluster.rank import Rank
 from cluster.replica import Replica
 from worker.engine.engine import Engine
 from worker.messages import CacheEvents, decode_from_replica
+from worker.parallel.rank_store import Meeting
 
 ROLL, NAMESPACE = "rank_roll", "chaos"  # the name of the actor that knows the ranks
 
@@ -32,7 +33,7 @@ class ReachableRank(Rank):
 
     _to_lose = 0
 
-    def load(self, config: ReplicaConfig, rank: int = 0, meeting: str | None = None) -> dict[str, Any]:
+    def load(self, config: ReplicaConfig, rank: int = 0, meeting: Meeting | None = None) -> dict[str, Any]:
         published = super().load(config, rank, meeting)
         if self._server is not None:
             self._send = self._server._send_frame

@@ -28,7 +28,7 @@ from router.protocols.messages_types import (
     ThinkingEnabled,
 )
 from router.protocols.messages_writer import MessagesFormat
-from router.rate_limits import RateLimits
+from router.rate_limits import Kind, RateLimits
 from router.service import Service
 from router.tokenizer import Tokenizer
 
@@ -69,14 +69,16 @@ def messages_routes(models: Models, limits: RateLimits, answer: Answer) -> APIRo
 
     @routes.post(
         "/v1/messages/count_tokens",
+        dependencies=[Depends(limits.admit_as(Kind.TOKENISES))],
         openapi_extra=openapi.body(CountTokensRequest),
-        responses=openapi.answers(InputTokens, *_ERRORS, error=AnthropicError),
+        responses=openapi.answers(InputTokens, *_ERRORS, 429, error=AnthropicError),
     )
     @models.passing_on
     async def count_tokens(request: Request) -> Response:
         """The number of tokens that a conversation has as a prompt."""
         service, body, size = await models.read(request, CountTokensRequest)
         count = await service.in_thread(request, size, input_tokens, body, service.output_format, service.tokenizer)
+        request.state.ticket.add_read(count)
         return Response(msgspec.json.encode(InputTokens(count)), media_type="application/json")
 
     return routes

@@ -19,7 +19,7 @@ from router.protocols.responses_reader import Asked, references, responses_job, 
 from router.protocols.responses_runs import BackgroundRuns, KeptResponses, follow
 from router.protocols.responses_types import Include, ResponsesRequest
 from router.protocols.responses_writer import ResponsesFormat, new_id
-from router.rate_limits import RateLimits
+from router.rate_limits import Kind, RateLimits
 from router.sse import Emit, EventStream, unless_gone
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
     models.before_close(runs.close)
     models.before_close(kept.close)
     routes = APIRouter(tags=["generation"])
+    reads, ends = ([Depends(limits.admit_as(kind))] for kind in (Kind.READS, Kind.ENDS))
 
     @routes.post(
         "/v1/responses",
@@ -94,10 +95,15 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
             raise _unknown(response_id)
         return response
 
+    async def admit_reader(request: Request) -> None:
+        kind = Kind.FOLLOWS if request.query_params.get("stream") == "true" else Kind.READS
+        request.state.ticket = limits.enter(client_of(request), kind)
+
     @routes.get(
         "/v1/responses/{response_id}",
+        dependencies=[Depends(admit_reader)],
         openapi_extra=openapi.queries(stream=bool, starting_after=int),
-        responses=_streamed(openapi.answers(ResponseObject, 400, 401, 404, 503)),
+        responses=_streamed(openapi.answers(ResponseObject, 400, 401, 404, 429, 503)),
     )
     async def get_response(request: Request, response_id: str) -> Response:
         """A stored response. With `stream`, the events of one that was begun as a stream in the background."""
@@ -118,7 +124,11 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
             raise invalid("Only a response that was begun in the background, as a stream, can be followed.", "stream")
         return EventStream(lambda emit: follow(kept, tenant, response_id, after, emit))
 
-    @routes.delete("/v1/responses/{response_id}", responses=openapi.answers(DeletedResponse, 401, 404, 503))
+    @routes.delete(
+        "/v1/responses/{response_id}",
+        dependencies=ends,
+        responses=openapi.answers(DeletedResponse, 401, 404, 503),
+    )
     async def delete_response(request: Request, response_id: str) -> Response:
         """Forgets a stored response, and ends it if it runs."""
         tenant = keys.tenant(request)
@@ -127,7 +137,11 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
         await runs.stop(response_id)
         return _json(DeletedResponse(response_id))
 
-    @routes.post("/v1/responses/{response_id}/cancel", responses=openapi.answers(ResponseObject, 400, 401, 404, 503))
+    @routes.post(
+        "/v1/responses/{response_id}/cancel",
+        dependencies=ends,
+        responses=openapi.answers(ResponseObject, 400, 401, 404, 503),
+    )
     async def cancel_response(request: Request, response_id: str) -> Response:
         """Ends a response that runs in the background. One that has ended stays as it is."""
         response = await found(request, response_id)
@@ -142,8 +156,9 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
 
     @routes.get(
         "/v1/responses/{response_id}/input_items",
+        dependencies=reads,
         openapi_extra=openapi.queries(limit=int, after=str, order=str),
-        responses=openapi.answers(InputItems, 400, 401, 404, 503),
+        responses=openapi.answers(InputItems, 400, 401, 404, 429, 503),
     )
     async def input_items(request: Request, response_id: str) -> Response:
         """The items that a stored response was asked with, the last first unless `order` is asc."""

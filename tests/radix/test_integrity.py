@@ -150,12 +150,12 @@ def lower_a_value(tree):
 
 
 def count_a_lease_too_many(tree):
-    tree.root.leases += 1
+    tree.root.leases["a"] = 1
 
 
 def lose_a_lease_on_the_path(tree):
-    tree.lease(parts(tree)[1])
-    tree.root.leases -= 1
+    tree.lease(parts(tree)[1], "a")
+    tree.root.leases.clear()
 
 
 def lease_another_node(tree):
@@ -164,6 +164,10 @@ def lease_another_node(tree):
 
 def miscount_leased(tree):
     tree._num_leased += 1
+
+
+def miscount_a_client(tree):
+    tree._leased_by["a"] = 1
 
 
 def miscount_reserved(tree):
@@ -178,8 +182,9 @@ def end_a_lease_without_queueing(tree):
     tree.heap[:] = [(free.queued, 0, free)]
     free.own_leases.remove(lease)
     for node in (free, parts(tree)[0], tree.root):
-        node.leases -= 1
+        node.leases.clear()
     tree._num_leased = tree._num_reserved = 0
+    tree._leased_by.clear()
 
 
 @pytest.mark.parametrize(
@@ -212,10 +217,11 @@ def end_a_lease_without_queueing(tree):
         (queue_a_dead_node, "which is gone"),
         (disorder_the_heap, "out of order"),
         (lower_a_value, "has fallen"),
-        (count_a_lease_too_many, "counts 1 leases, but has 0 and its children 0"),
-        (lose_a_lease_on_the_path, "counts 0 leases, but has 0 and its children 1"),
+        (count_a_lease_too_many, r"counts leases \{'a': 1\}, but there are \{\}"),
+        (lose_a_lease_on_the_path, r"counts leases \{\}, but there are \{'a': 1\}"),
         (lease_another_node, "a lease on node"),
         (miscount_leased, "num_leased is 1"),
+        (miscount_a_client, "leased_by is"),
         (miscount_reserved, "num_reserved is 1"),
         (end_a_lease_without_queueing, "has fallen"),
     ],

@@ -16,7 +16,7 @@ from router.errors import ApiError
 from router.key_file import ANYBODY, ApiClient
 from router.metrics import Metrics
 from router.models import Models
-from router.rate_limits import REPEAT_S, TRUST_S, RateLimits, Ticket, duration
+from router.rate_limits import REPEAT_S, TRUST_S, Kind, RateLimits, Ticket, duration
 
 
 class Router:
@@ -370,3 +370,97 @@ def test_routers_hear_of_each_other_through_a_replica(
     second.do(heard(0))
     fake.allow(None)
     ask(other)
+
+
+# ---------------------------------------------------------------- what generates nothing, or more than one sequence
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_what_requests_count_against(router: Router, kind: Kind) -> None:
+    client = ApiClient("t", "a", requests_per_minute=3, tokens_per_minute=100, concurrent_requests=1)
+    ticket = router.limits.enter(client, kind)
+    assert ticket.headers()["x-ratelimit-remaining-requests"] == "2"
+    ticket.add_read(33)
+    assert ticket.headers()["x-ratelimit-remaining-tokens"] == "97"
+    if kind in (Kind.GENERATES, Kind.TOKENISES, Kind.FOLLOWS):
+        with pytest.raises(ApiError):
+            router.limits.enter(client, kind)
+    if kind not in (Kind.GENERATES, Kind.TOKENISES):
+        router.enter(client).end()
+    for _ in range(2):
+        ticket.end()
+    router.limits.enter(client, kind).end()
+    router.limits.used(client).tokens.add(100, 100, 100.0)
+    router.limits.used(client).requests.add(-1, 3, 100.0)
+    for other in Kind:
+        if other in (Kind.GENERATES, Kind.TOKENISES):
+            with pytest.raises(ApiError):
+                router.limits.enter(client, other)
+    router.limits.used(client).requests.add(3, 3, 100.0)
+    for other in Kind:
+        if other is Kind.ENDS:
+            router.limits.enter(client, other).end()
+        else:
+            with pytest.raises(ApiError):
+                router.limits.enter(client, other)
+
+
+MESSAGES = [{"role": "user", "content": "x y z"}]
+READS = {
+    "/tokenize": {"model": "tiny", "prompt": "x " * 200},
+    "/detokenize": {"model": "tiny", "tokens": [5] * 200},
+    "/tokenizer_info": None,
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "x " * 200}]},
+    "/v1/responses/unknown": None,
+    "/v1/responses/unknown?stream=true": None,
+    "/v1/responses/unknown/input_items": None,
+}
+
+
+@pytest.mark.parametrize("path", READS)
+def test_a_request_without_a_replica_is_limited(
+    make_stack: Any, make_replica: Any, keys: RouterConfig, path: str
+) -> None:
+    stack = make_stack(make_replica(), config=keys)
+    body, headers = READS[path], {"x-api-key": "sk-chat"}
+
+    def read() -> httpx.Response:
+        url = f"{stack.url}{path}"
+        return httpx.get(url, headers=headers) if body is None else httpx.post(url, json=body, headers=headers)
+
+    answers = [read() for _ in range(4)]
+    assert [answer.status_code == 429 for answer in answers] == [False, False, False, True]
+    assert answers[-1].headers["retry-after"] and answers[2].headers["x-ratelimit-remaining-requests"] == "0"
+    left = int(answers[2].headers["x-ratelimit-remaining-tokens"])
+    assert left == 1000 if body is None else 800 < left < 1000
+    gone = httpx.delete(f"{stack.url}/v1/responses/unknown", headers=headers)
+    assert gone.status_code == 404  # what ends something is never refused
+
+
+def test_text_that_is_computed_ahead_counts(make_stack: Any, make_replica: Any, keys: RouterConfig) -> None:
+    fake = make_replica()
+    stack = make_stack(fake, config=keys)
+    headers, then = {"x-api-key": "sk-chat"}, " Next:" * 150
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 1, "user": "ann"}
+    for number in range(2):
+        program = {"id": f"p{number}", "branch": "b", "then": then}
+        answer = httpx.post(f"{stack.url}/v1/completions", json=body | {"program": program}, headers=headers)
+        assert answer.status_code == 200
+        fake.wait_for(lambda number=number: len(fake.requests()) == 2 * number + 2)
+    asked, ahead = fake.requests()[:2]
+    assert ahead.client == asked.client != "" and ahead.weight == asked.weight
+    length = len(stack.tokenizer.encode(then))
+    assert length > 200
+    used = 2 * (length + len(asked.prompt_ids) + 1)
+    stack.until(lambda: stack.metric('shoal_client_tokens_total{client="chat",kind="prompt"') >= 2 * length)
+    answer = httpx.post(f"{stack.url}/tokenize", json={"model": "tiny", "prompt": "x"}, headers=headers)
+    assert int(answer.headers["x-ratelimit-remaining-tokens"]) <= max(0, 1000 - used + 40)
+
+
+def test_each_choice_counts_its_prompt(make_stack: Any, make_replica: Any, keys: RouterConfig) -> None:
+    """As a request of its own would. The usage counts it once."""
+    stack = make_stack(make_replica(), config=keys)
+    answer = ask(stack.client.with_options(api_key="sk-chat"), prompt="x " * 40, n=4)
+    usage = answer.parse().usage
+    left = int(answer.headers.get("x-ratelimit-remaining-tokens"))
+    assert 1000 - left == 4 * usage.prompt_tokens + usage.completion_tokens

@@ -188,7 +188,7 @@ class RankStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Waits for all keys. Raises DistStoreError if they do not come within `timeout`, or the store's."""
-        within_s = (timeout or self.timeout).total_seconds()
+        within_s = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         until_s, pause_s = time.monotonic() + within_s, FIRST_PAUSE_S
         while not self.check(keys):
             if time.monotonic() > until_s:

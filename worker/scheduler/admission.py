@@ -1,4 +1,17 @@
-"""Admission: which waiting sequences start, in the order of the queue, while there are slots, tokens and pages."""
+"""Admission: which waiting sequences start, in the order of the queue, while there are slots, tokens and pages.
+
+With clients in turn, a sequence that has no room closes the step to its own client only. The others do not wait for it:
+
+- **Overtaking.** A later sequence of another client may start if it ends before the pages of the first one will be
+  there, or fits alongside (`backfill.py`). Lengths are expected ones. An overtaker that is not over by then gives its
+  pages back. So a sequence that needs more than is ever free at once starts, too.
+- **Shares.** A client that holds more than its share of slots or pages (`holdings.py`) keeps no other client back: it
+  waits for itself. It gives a sequence back if a client that holds less than its share has no room and is behind, or
+  has waited for `PATIENCE_S`. The last running sequence of a client is never taken.
+
+What is given back waits in its client's queue, first of the client's sequences but not before other clients, and goes
+on from the pages that are still cached. Each step, at most one sequence gets room in these ways.
+"""
 
 from collections.abc import Iterator
 
@@ -7,14 +20,16 @@ import numpy as np
 from worker.config import WorkerConfig
 from worker.lengths import OutputLengthPredictor
 from worker.scheduler.adapter_slots import AdapterSlots
-from worker.scheduler.fair_share import FairShare
+from worker.scheduler.backfill import Opening, RunningDemand, opening, peaks
+from worker.scheduler.fair_share import CREDIT, ClientShare, FairShare, Member, Tenant
+from worker.scheduler.holdings import Holdings
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.kv_demand import PeakKVEstimator
 from worker.scheduler.running import RunningSequences
 from worker.scheduler.sequence import Sequence, pages_for
 from worker.scheduler.sequence_table import SequenceTable
 from worker.scheduler.step_builder import StepBuilder
-from worker.scheduler.waiting_queue import QueueOrder, WaitingQueue
+from worker.scheduler.waiting_queue import PROMPT_TOKENS_A_STEP, QueueOrder, WaitingQueue
 
 # Steps after which admission is tried again even if no sequence has arrived or left. For as many steps after one found
 # no pages, pages count as short.
@@ -24,6 +39,16 @@ RETRY_STEPS = 16
 UNKNOWN_TOKENS = 256
 PREDICTIONS = 4  # waiting sequences whose outputs are predicted again when an output has ended
 SPARE = 4  # candidates beyond the free slots: some may wait for a prefix that another sequence computes
+MOST_BLOCKED = 32  # clients without room in a step after which it is closed to all, since each costs a forecast
+MOST_BLOCKED_USERS = 8  # the same of a tenant, after which it is closed to the tenant
+MOST_RESERVATIONS = 4  # of them, those that are not kept waiting by overtakers: the first in the order
+MOST_WASTED = 2.0  # pages that are given back for each page that is needed, at most: they have to be computed again
+# How long a client within its share waits for one above it that is not far ahead by its counter. Between clients that
+# are served alike, a sequence ends by then, most often.
+PATIENCE_S = 1.0
+HURRY_S = 0.1  # least time between starts of a client for which others give way
+MOST_GIVING_WAY = 16  # sequences that give way to one
+LOOK_EVERY_STEPS = 4  # so often it is looked whether others should give way
 
 
 class Admission:
@@ -54,8 +79,18 @@ class Admission:
         self._page_size = kv_cache.page_size
         self._table = table
         self._num_changes = 0  # how often a sequence was added or left
-        self._blocked_at: tuple[int, int] | None = None  # `_comings` when a sequence last found no room
-        self._blocked_step = -RETRY_STEPS  # the step for which that was
+        self._shares = shares
+        # The clients, None for all, of which the next sequence found no room, in the order of trial; valid at
+        # `_blocked_at`. The sequence is None if it would have room, but must not overtake.
+        self._blocked: dict[ClientShare | None, Sequence | None] = {}
+        self._blocked_at: tuple[int, int] | None = None  # `_comings`
+        self._blocked_step = -RETRY_STEPS  # the step for which a sequence last found no room
+        # For those among them that others must not keep waiting, when they have room: of this step, until one starts.
+        self._reservations: list[tuple[ClientShare, Opening]] | None = None
+        self._closed: set[Member | None] = set()  # clients, None for all, of which no sequence may start in this step
+        self._favoured: Sequence | None = None  # for which others have given way
+        self._given_way_step = -RETRY_STEPS  # before this step, none give way
+        self._looks = True  # whether what is to come is out of date: clients did not compete
         self._builder: StepBuilder  # of the step that is built
         self._step = 0
         self._is_closed = True  # whether no sequence may start in this step any more
@@ -76,7 +111,7 @@ class Admission:
 
     def add(self, seq: Sequence, step: int, ready: bool = True) -> None:
         """Adds a sequence. With `ready` False, it does not start before `release`."""
-        self._num_changes += 1
+        self._blocked.pop(self._closed_with(seq), None)
         self._expect(seq)
         if ready:
             self.queue.add(seq, step)
@@ -94,6 +129,12 @@ class Admission:
     def add_preempted(self, seq: Sequence) -> None:
         """Adds a sequence that was preempted for the step that is built."""
         self.kv_demand.preempt()
+        seq.gave_way = False
+        self.add(seq, self._step)
+
+    def add_given_way(self, seq: Sequence) -> None:
+        """Adds a sequence that has given way to another one."""
+        seq.gave_way = True
         self.add(seq, self._step)
 
     def release(self, request_id: str, step: int) -> Sequence:
@@ -105,12 +146,20 @@ class Admission:
     def remove(self, seq: Sequence) -> None:
         """Removes a sequence that has ended without a slot."""
         self._num_changes += 1
+        if seq is self._favoured:
+            self._favoured = None
         if self.held.pop(seq.request_id, None) is None:
             self.queue.remove(seq)
 
     def is_blocked(self, step: int) -> bool:
-        """Whether the next sequence to start found no room, and nothing has changed since."""
-        return self._blocked_at == self._comings(step)
+        """Whether the next sequences of all clients found no room, and nothing has changed since."""
+        self._refresh(step)
+        return len(self._blocked) >= (len(self.queue.clients) if self._is_fair else 1)
+
+    def blocked(self, step: int) -> np.ndarray:
+        """The clients that are blocked, `ClientShare.index`, while others are not; int64."""
+        self._refresh(step)
+        return np.array([share.index for share in self._blocked if share is not None], dtype=np.int64)
 
     def vacated(self, seq: Sequence) -> None:
         """Called when a running sequence has given up its slot and pages."""
@@ -120,43 +169,61 @@ class Admission:
     def begin(self, builder: StepBuilder, step: int) -> None:
         """Begins a new step, the one after number `step`. The next calls of `candidates` and `admit` refer to it."""
         self._builder, self._step = builder, step
-        self._is_closed = self.is_blocked(step)
+        self._is_closed = self.is_blocked(step) and self._favoured is None
         self._has_forecast = False
+        self._closed.clear()
+        self._reservations = None
         self._adapters.begin()
 
     def candidates(self, now_s: float) -> list[Sequence]:
         """The waiting sequences of which some may start in this step, those that should start first at the front."""
         self._now_s = now_s
-        if not self._is_open:
+        if not self.is_open:
             return []
         orders = QueueOrder.SHORTEST_PREFILL, QueueOrder.LONGEST_PREFIX
         if self.queue.order is QueueOrder.LEAST_WORK or (self._is_short and self.queue.order in orders):
-            return self.queue.most_due(self._running.num_free + SPARE, self._step, now_s)
-        return self.queue.by_urgency(self.queue.window(self._step), now_s)
+            found = self.queue.most_due(self._running.num_free + SPARE, self._step, now_s)
+        else:
+            found = self.queue.by_urgency(self.queue.window(self._step), now_s)
+        if self._blocked:
+            found = [seq for seq in found if seq.share not in self._blocked or seq is self._favoured]
+        return found
 
     def admit(self, seq: Sequence) -> bool:
         """Lets a waiting sequence start if there are a slot, tokens and pages for it. Returns whether it does.
 
         Then it holds its cached prefix. The caller gives it a slot and its first chunk, and then calls `started`.
-        Candidates are to be tried in the order of their urgency: one that does not fit closes the step to those behind
-        it, or a long prompt would wait forever. A sequence whose prefix another one is computing does not close it, nor
-        does one whose adapter has no place on the device.
+        Candidates are to be tried in the order of their urgency: one that does not fit closes the step to those of its
+        client behind it, or a long prompt would wait forever. Where clients do not take turns, it closes the step to
+        all. A sequence whose prefix another one is computing does not close it, nor does one whose adapter has no place
+        on the device.
         """
-        if not self._is_open:
+        if not self.is_open:
+            return False
+        client = self._closed_with(seq)
+        if client in self._closed or seq.share.tenant in self._closed:
+            return False
+        if client in self._blocked and seq is not self._favoured:
             return False
         if not self._builder.may_start(seq):
-            self._is_closed = True
+            self._closed.add(client)
             return False
         if self._kv_cache.reuses_prefixes and self._builder.computes_prefix_of(seq):
             self.queue.outdate(seq, self._step)
             return False  # also a starved one: it is next anyway, and then has less to compute
         if not self._adapters.has_room(seq, self._now_s - seq.arrived_s > self._starvation_s):
             return False
-        if not self._open(seq):
-            self._blocked_at = self._comings(self._step)
-            self._blocked_step = self._step
-            self._is_closed = True
+        if not self._may_overtake(seq):
+            self._block(client, None)
             return False
+        if not self._open(seq):
+            self._block(client, seq)
+            return False
+        if seq is self._favoured:
+            self._favoured = None
+        if self._blocked.pop(client, None) is not None:
+            self._num_changes += 1
+        self._shares.starts(seq.share, self._now_s)
         self.queue.remove(seq)
         self._adapters.acquire(seq)
         return True
@@ -164,13 +231,14 @@ class Admission:
     def started(self, seq: Sequence) -> None:
         """Called when an admitted sequence has its first chunk."""
         self.kv_demand.start(seq)
+        self._reservations = None
 
     def running_grew(self) -> None:
         """Called when a running sequence may have got pages."""
         self._has_forecast = False
 
     @property
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether a sequence could still start in this step. Pages that a preemption has just freed are for running
         sequences."""
         return (
@@ -195,8 +263,226 @@ class Admission:
         seq.expected_tokens = seq.num_tokens + to_come
 
     def _comings(self, step: int) -> tuple[int, int]:
-        """A value that changes whenever a sequence that found no room should try again."""
+        """A value that changes whenever sequences that found no room should try again."""
         return self._num_changes, step // RETRY_STEPS
+
+    @property
+    def _is_fair(self) -> bool:
+        """Whether clients take turns."""
+        return self.queue.is_fair
+
+    def _closed_with(self, seq: Sequence) -> ClientShare | None:
+        """For whom the step is closed by a sequence that does not fit: its client, or None for all."""
+        return seq.share if self._is_fair else None
+
+    def _refresh(self, step: int) -> None:
+        """Forgets who found no room once that may have changed."""
+        if self._blocked_at != (now := self._comings(step)):
+            self._blocked_at = now
+            self._blocked.clear()
+
+    def _block(self, client: ClientShare | None, seq: Sequence | None) -> None:
+        """Closes the step to a client whose next sequence has no room, or (None) must not overtake."""
+        self._refresh(self._step)
+        self._blocked[client] = seq
+        if seq is not None:
+            self._reservations = None
+            self._blocked_step = self._step
+            if seq.blocked_step is None:
+                seq.blocked_step = self._step
+            if seq is self._favoured:
+                self._refuse_favoured(self._step)
+            if client is not None:
+                tenant = client.tenant
+                if sum(share.tenant is tenant for share in self._blocked if share) >= MOST_BLOCKED_USERS:
+                    self._closed.add(tenant)
+        self._is_closed = client is None or len(self._blocked) >= MOST_BLOCKED
+
+    # ------------------------------------------------------------ overtaking and giving way
+
+    @property
+    def favoured(self) -> Sequence | None:
+        """The waiting sequence for which others have given way: it starts first."""
+        return self._favoured
+
+    def _may_overtake(self, seq: Sequence) -> bool:
+        """Whether a sequence may start before those that found no room. Notes from when on it is to give way to
+        these."""
+        until = 0
+        if self._blocked:
+            if self._reservations is None:
+                self._reservations = self._reserve()
+            steps, pages = self._expected_steps(seq), self._expected_pages(seq)
+            for share, room in self._reservations:
+                if share is not seq.share:
+                    if steps > room.steps and pages > room.spare:
+                        return False
+                    until = max(until, room.steps, steps)
+        self._table.gives_way_from[seq.row] = self._step + until + 1 if until else 0
+        self._table.start_step[seq.row] = self._step
+        return True
+
+    def _reserve(self) -> list[tuple[ClientShare, Opening]]:
+        """The clients whose sequences found no room and must not be kept waiting by others, since they hold no more
+        than their share, and when they have room."""
+        waiting = [seq for seq in self._blocked.values() if seq is not None][:MOST_RESERVATIONS]
+        if not waiting or not len(self._running):
+            return []
+        running, of_tenants, available = self._demand(), self._holdings(), self._kv_cache.num_unreserved
+        return [
+            (seq.share, opening(running, self._expected_pages(seq), available, self._page_size))
+            for seq in waiting
+            if not of_tenants.is_above(seq.share.tenant)
+        ]
+
+    def to_give_way(self, step: int, now_s: float) -> list[Sequence]:
+        """The running sequences that should be preempted before the next step so that one that waits has room."""
+        if not (self._is_fair and self._shares.is_contended and len(self.queue)):
+            self._favoured, self._looks = None, True
+            return []
+        if self._favoured is not None:
+            if step < self._given_way_step:
+                return []  # no step was made since
+            self._refuse_favoured(step)
+        # Never at a multiple of RETRY_STEPS, when no client is known to be blocked.
+        if (step + 1) % LOOK_EVERY_STEPS and not self._looks:
+            return []
+        self._looks = False
+        table, rows = self._table, self._running.rows
+        to_come = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 0)
+        self._shares.expect(table.client[rows], to_come)
+        self._refresh(step)
+        if step < self._given_way_step or (self._running.has_room and not self._blocked):
+            return []
+        behind, overdue = self._behind(), self._overdue(step)
+        if overdue is None:
+            behind = [seq for seq in behind if self._is_due(seq, now_s)]
+        if not behind:
+            return []
+        of_tenants, clients = self._holdings(), self._table.client[self._running.rows]
+        for seq in behind:
+            needed, tenant = self._expected_pages(seq), seq.share.tenant
+            found: list[Sequence] = []
+            if overdue is not None and not of_tenants.is_above(tenant):
+                since = self._table.start_step[self._running.rows] >= (seq.blocked_step or 0)
+                found = self._making_room(seq, needed, overdue & since & (clients != seq.share.index))
+            part = _part(tenant, now_s)
+            if not found and of_tenants.has_claim(tenant, needed, part):
+                may = self._are_ahead(seq, tenant, of_tenants.owners, now_s)
+                found = self._making_room(seq, needed, may, of_tenants, 2 - part)
+            if not found and len(tenant.users) > 1:
+                of_users, part = self._holdings(tenant), _part(seq.share, now_s)
+                if of_users.has_claim(seq.share, needed, part):
+                    may = self._are_ahead(seq, seq.share, clients, now_s) & (of_tenants.owners == tenant.index)
+                    found = self._making_room(seq, needed, may, of_users, 2 - part)
+            if found:
+                self._favoured, self._given_way_step = seq, step + 1
+                return found
+        return []
+
+    def _overdue(self, step: int) -> np.ndarray | None:
+        """Which of the running sequences overtook others and are not over in time, bool [n]; None if none is, or pages
+        are not short."""
+        due = self._table.gives_way_from[self._running.rows]
+        overdue: np.ndarray = (due > 0) & (due <= step)
+        return overdue if self._running.has_room and overdue.any() else None
+
+    def _is_due(self, seq: Sequence, now_s: float) -> bool:
+        """Whether others may have to give way to a sequence: it has waited for `PATIENCE_S`, or is far behind. And its
+        client has started nothing for `HURRY_S`."""
+        share = seq.share
+        if now_s - min(share.started_s, share.tenant.started_s) < HURRY_S:
+            return False
+        return now_s - seq.arrived_s >= PATIENCE_S or self._shares.is_behind(share)
+
+    def _are_ahead(self, seq: Sequence, member: Member, owners: np.ndarray, now_s: float) -> np.ndarray:
+        """Which of the running sequences, of `owners`, may have to give way to `seq` of `member`: all others' if it has
+        waited for long, else those of others that are ahead by more than a client saves up; bool [n]."""
+        others: np.ndarray = owners != member.index
+        if now_s - member.started_s < HURRY_S:
+            return np.zeros_like(others)
+        if now_s - seq.arrived_s < PATIENCE_S:
+            others &= self._shares.turns_at(owners) > self._shares.turn(member) + CREDIT
+        return others
+
+    def _behind(self) -> list[Sequence]:
+        """The sequences for which others may give way, by the turns of their clients: those that found no room, or
+        while no slot is free the next ones."""
+        if not self._running.has_room:
+            return [self.queue.first_of(share) for share in self._shares.next_clients(MOST_RESERVATIONS)]
+        return [seq for seq in self._blocked.values() if seq is not None][:MOST_RESERVATIONS]
+
+    def _making_room(
+        self, seq: Sequence, needed: int, may: np.ndarray, holdings: Holdings | None = None, factor: float = 1.0
+    ) -> list[Sequence]:
+        """The running sequences that `may` give way, bool [n], the latest first, until `seq` has room; only those of
+        clients that hold more than their share times `factor`, by `holdings`. Empty if all are too few."""
+        rows, table = self._running.rows, self._table
+        if holdings is not None:
+            may = may & holdings.above(factor)
+        places = np.flatnonzero(may)[::-1].tolist()
+        if not places:
+            return []
+        demand, gone = self._demand(), np.zeros(len(rows), dtype=bool)
+        for place, other in zip(places, table.sequences_at(rows[places]), strict=True):
+            if other.priority > seq.priority or (holdings is not None and not holdings.above(factor)[place]):
+                continue
+            gone[place] = True
+            if holdings is not None:
+                holdings.take(place, float(demand.freed[place]))
+            _, most = peaks(demand.without(gone), self._page_size)
+            if needed + most[0] <= self._kv_cache.num_unreserved + float(demand.freed[gone].sum()):
+                return table.sequences_at(rows[gone])
+            if np.count_nonzero(gone) == MOST_GIVING_WAY or demand.freed[gone].sum() > MOST_WASTED * needed:
+                break
+        return []
+
+    def _refuse_favoured(self, step: int) -> None:
+        """Called when the sequence for which others have given way did not start: none give way for a while."""
+        self._favoured, self._given_way_step = None, step + RETRY_STEPS
+
+    def _expected_pages(self, seq: Sequence) -> int:
+        """Pages that a waiting sequence is expected to need at its end, beyond those that are cached."""
+        cached = pages_for(seq.cached_estimate, self._page_size)
+        return pages_for(max(seq.expected_tokens, seq.num_tokens + 1) - 1, self._page_size) - cached
+
+    def _expected_steps(self, seq: Sequence) -> int:
+        """Steps in which a waiting sequence is expected to end."""
+        prompt = (seq.num_tokens - seq.cached_estimate) // PROMPT_TOKENS_A_STEP
+        return 1 + prompt + max(1, seq.expected_tokens - seq.num_tokens)
+
+    def _demand(self) -> RunningDemand:
+        """The running sequences."""
+        table, rows = self._table, self._running.rows
+        tokens, pages, limits = table.num_tokens[rows], table.num_pages[rows], table.token_limit[rows]
+        to_come = table.expected_tokens[rows] - tokens
+        # One that has outlived what was expected goes on for as long again.
+        to_come = np.where(to_come > 0, to_come, tokens - table.num_prompt[rows])
+        steps = np.clip(to_come, 1, np.maximum(limits - tokens, 1))
+        return RunningDemand(steps, tokens, pages, self._held_pages(rows))
+
+    def _held_pages(self, rows: np.ndarray) -> np.ndarray:
+        """Pages that the running sequences hold, float64; those that several share count in part for each."""
+        shared = self._table.num_shared[rows]
+        own = self._table.num_pages[rows] - shared
+        used = self._kv_cache.pool.num_pages - self._kv_cache.num_available
+        of_tree, all_shared = max(0, used - int(own.sum())), int(shared.sum())
+        held: np.ndarray = own + shared * (min(1.0, of_tree / all_shared) if all_shared else 0.0)
+        return held
+
+    def _holdings(self, tenant: Tenant | None = None) -> Holdings:
+        """Holdings of all tenants, or of the users of one."""
+        rows = self._running.rows
+        clients, pages = self._table.client[rows], self._held_pages(rows)
+        owners = self._shares.tenants_of(clients)
+        if tenant is None:
+            num_slots = len(self._running) + self._running.num_free
+            return Holdings(self._shares.active_tenants(), owners, pages, num_slots, self._kv_cache.pool.num_pages)
+        is_its = owners == tenant.index
+        num_slots, num_pages = int(np.count_nonzero(is_its)), float(pages[is_its].sum())
+        return Holdings(tenant.users.active(), clients, pages, num_slots, num_pages)
+
+    # ------------------------------------------------------------ pages
 
     def _open(self, seq: Sequence) -> bool:
         """Acquires the cached prefix of a sequence if there are pages for its tokens and, by the forecast, for the
@@ -222,3 +508,10 @@ class Admission:
             self.kv_demand.begin(self._running, int(np.maximum(growth, 0).sum()))
             self._has_forecast = True
         return self.kv_demand
+
+
+def _part(member: Member, now_s: float) -> float:
+    """The part of its share up to which others give way to a client: all if nothing has become free for it for long.
+    Else others keep as much more than their shares. Clients that are served alike hold now more and now less, and what
+    is given back has to be computed again."""
+    return 1.0 if now_s - member.started_s >= PATIENCE_S else 0.5

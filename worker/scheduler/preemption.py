@@ -61,6 +61,13 @@ class Preemption:
         self._waiting.add_preempted(seq)
         self.num_preempted += 1
 
+    def give_way(self, seq: Sequence) -> None:
+        """Returns a running sequence to the queue, before a step is built, so that another client's has room."""
+        self._in_flight.preempt(seq)
+        self.release(seq, keep=True)
+        self._waiting.add_given_way(seq)
+        self.num_preempted += 1
+
     def release(self, seq: Sequence, keep: bool) -> None:
         """Frees a running sequence's slot and pages. `keep`: its computed pages go to the tree first."""
         self._kv_cache.free(seq, keep)

@@ -27,6 +27,7 @@ differs from one stage is in `steps_in_flight.py`.
 """
 
 import copy
+import itertools
 import math
 import time
 from collections import deque
@@ -251,7 +252,7 @@ class Scheduler:
         with drafts is in flight: how many tokens its sequences have is unknown."""
         assert self._num_stages > 1 or not any(step.drafts for step in self._in_flight)
         self.leases.expire(self.clock())
-        running = RunningBatch.classify(self.running.rows, self._table)
+        running = self._classified()
         view = self._view = self._snapshot(running)
         is_too_few = view.decoding >= self._num_stages or view.waiting > 0
         budget = self.policy.begin(view)
@@ -269,6 +270,15 @@ class Scheduler:
         elif budget is not None:
             self._idle_reason = "too_few_micro_batches" if is_too_few else "nothing_to_do"
         return SchedulerOutput(step, self.running.take_started(), self.running.take_freed_slots(), self._idle_reason)
+
+    def _classified(self) -> RunningBatch:
+        """The running sequences before the next step, after some have given way to other clients' sequences."""
+        running = RunningBatch.classify(self.running.rows, self._table)
+        if running.is_ending or not (giving_way := self._waiting.to_give_way(self._step, self.clock())):
+            return running
+        for seq in giving_way:
+            self._preemption.give_way(seq)
+        return RunningBatch.classify(self.running.rows, self._table)
 
     def take_freed_slots(self) -> list[int]:
         """Returns the slots that were freed since the last call, or since the last `schedule`."""
@@ -413,12 +423,16 @@ class Scheduler:
         view = running.view(table)
         view.free_kv = self.kv_cache.free_share
         if len(queue):
-            queued = int((table.num_tokens[queue] - table.cached_estimate[queue]).sum())
+            missing = table.num_tokens[queue] - table.cached_estimate[queue]
             if not self.running.has_room or self._waiting.is_blocked(self._step):
-                view.blocked_tokens = queued
+                view.blocked_tokens = int(missing.sum())
             else:
-                view.waiting += len(queue)
-                view.waiting_tokens += queued
+                blocked = self._waiting.blocked(self._step)
+                if len(blocked):
+                    is_blocked = np.isin(table.client[queue], blocked)
+                    view.blocked_tokens, missing = int(missing[is_blocked].sum()), missing[~is_blocked]
+                view.waiting += len(missing)
+                view.waiting_tokens += int(missing.sum())
         self._in_flight.describe(view)
         spreads = self._waiting.queue.order is QueueOrder.LONGEST_OUTPUT
         if spreads and view.waiting_tokens and not view.blocked_tokens:
@@ -479,14 +493,18 @@ class Scheduler:
     def _schedule_chunks(self, prefills: list[Sequence]) -> None:
         """Adds chunks of running sequences and of waiting ones, which start, while the budget lasts. `prefills`: the
         running sequences that need chunks, by rank."""
+        prefills_left = len(prefills)
         for seq in self._in_chunk_order(prefills):
             if seq.is_running:
+                prefills_left -= 1
                 self._schedule_chunk(seq)
                 self._waiting.running_grew()
             elif self._waiting.admit(seq):
                 self._start(seq)
                 self._schedule_chunk(seq)
                 self._waiting.started(seq)
+            elif not prefills_left and not self._waiting.is_open:
+                break
 
     def _schedule_drafts(self, speculation: SpeculativeDecoding) -> None:
         """Adds drafts to the decodes of the step, as many as pay. Nothing is preempted for them."""
@@ -529,9 +547,14 @@ class Scheduler:
                 yield seq
             yield from prefills
 
-        if queue.is_fair and self._shares.is_contended:
+        if not (queue.is_fair and self._shares.is_contended):
+            return merged(prefills, waiting)
+        favoured = self._waiting.favoured
+        if favoured is None:
             return queue.in_turn(prefills, waiting, merged, self._builder.__contains__)
-        return merged(prefills, waiting)
+        others = [seq for seq in waiting if seq is not favoured]
+        in_turn = queue.in_turn(prefills, others, merged, self._builder.__contains__)
+        return itertools.chain((favoured,), in_turn)
 
     def _schedule_chunk(self, seq: Sequence) -> None:
         """Adds the next chunk of a running sequence to the step, unless there are no tokens or pages for it now."""
@@ -564,7 +587,8 @@ class Scheduler:
         if seq.is_running:
             if keep and seq.lease is not None:
                 node = self.kv_cache.cache_prefix(seq)
-                self.leases.grant(seq.lease.owner, seq.lease.name, node, seq.lease.seconds, self.clock())
+                lease, client = seq.lease, seq.share.tenant.name
+                self.leases.grant(lease.owner, lease.name, node, lease.seconds, self.clock(), client)
             self._preemption.release(seq, keep)
         else:
             self._waiting.remove(seq)

@@ -81,6 +81,8 @@ class Sequence:
     token_limit = TableColumn()
     expected_tokens = TableColumn()
     num_pages = TableColumn()
+    gives_way_from = TableColumn()
+    start_step = TableColumn()
     num_sent_pages = TableColumn()
     num_shared = TableColumn()
     first_window_page = TableColumn()
@@ -97,11 +99,13 @@ class Sequence:
         "_token_ids",
         "arrival",
         "arrived_s",
+        "blocked_step",
         "cache_salt",
         "cached_tokens",
         "checkpoints",
         "ends_at_limit",
         "estimated_at_step",
+        "gave_way",
         "grammar",
         "head_start_s",
         "lease",
@@ -152,6 +156,8 @@ class Sequence:
         self.arrival = arrival
         self.arrived_s = arrived_s
         self.started_s: float | None = None  # when it first ran
+        self.blocked_step: int | None = None  # the step for which it first found no room
+        self.gave_way = False  # whether it was preempted last for another client, and not because pages ran out
         stop_ids = frozenset(self.sampling.stop_token_ids)
         self.stop_ids = stop_ids if self.sampling.ignore_eos else stop_ids | eos_token_ids
         pooling = self.sampling.pooling

@@ -45,6 +45,8 @@ class SequenceTable(Generic[S]):
     | `adapter_slot` | device slot of its adapter while it runs |
     | `job` | number of its job, ascending by arrival; 0 without jobs |
     | `client` | int64, `ClientShare.index` of its client |
+    | `gives_way_from` | number of the step from which a running sequence that overtook others gives way to them; 0 for one that did not |
+    | `start_step` | number of the step in which it started |
     | `announced` | bool, whether the first output has been made |
     | `inserts` | bool, whether forced tokens are inserted after each token (`jump_forward: insert`), so that the next step waits for its value |
 
@@ -60,7 +62,7 @@ class SequenceTable(Generic[S]):
         self.num_tokens, self.num_pending, self.num_computed, self.num_confirmed = (column() for _ in range(4))
         self.num_prompt, self.token_limit, self.expected_tokens = column(), column(), column()
         self.num_pages, self.num_sent_pages, self.num_shared = column(), column(), column()
-        self.first_window_page = column()
+        self.first_window_page, self.gives_way_from, self.start_step = column(), column(), column()
         self.slot, self.last_token, self.cached_estimate, self.job = column(), column(), column(), column()
         self.adapter, self.adapter_slot = column(), column()
         self.queue_class, self.client = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.int64)

@@ -1,5 +1,6 @@
 """Refusals of requests that a replica cannot run, with messages that tell the client what to change."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 from worker.messages import Failure, Generate
@@ -25,6 +26,8 @@ def refusal(
         return Failure("invalid", "the prompt is empty: send at least one token", "prompt")
     if request.sampling.max_tokens < 1:
         return Failure("invalid", "max_tokens must be at least 1", "max_tokens")
+    if not 0 < request.weight < math.inf:
+        return Failure("invalid", "the weight of a client must be above 0 and finite", "weight")
     if num_prompt + 1 > context_length:
         message = f"the prompt has {num_prompt} tokens and the context length is {context_length}"
         return Failure("invalid", f"{message}: shorten it to at most {context_length - 1}", "prompt")

@@ -2,12 +2,12 @@
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum, auto
 
 import numpy as np
 
-from worker.scheduler.fair_share import ClientShare, FairShare
+from worker.scheduler.fair_share import OUTPUT_TOKENS, ClientShare, FairShare
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 
@@ -141,8 +141,9 @@ class WaitingQueue:
         """The sequences that compete for being next. Looks up cached prefixes that are out of date."""
         window = self._queue[:WINDOW]
         if self.is_fair and len(self._by_client) > 1:
-            each = max(LEAST_OF_CLIENT, WINDOW // len(self._by_client))
-            window = [seq for queue in self._by_client.values() for seq in queue[:each]]
+            clients = self._competing()
+            each = max(LEAST_OF_CLIENT, WINDOW // len(clients))
+            window = [seq for share in clients for seq in self._by_client[share][:each]]
         old = [seq for seq in window if seq.estimated_at_step + LOOKUP_EVERY_STEPS < step]
         for seq in sorted(old, key=lambda seq: seq.estimated_at_step)[:LOOKUPS_A_STEP]:
             self._estimate(seq, step)
@@ -185,8 +186,7 @@ class WaitingQueue:
             due[starved] = waited_s[starved]
             best = np.lexsort((-due, ~starved, table.queue_class[rows]))
         if self.is_fair and len(self._by_client) > 1:
-            clients = table.client[rows][best]
-            best = np.concatenate([best[clients == share.index][:count] for share in self._by_client])
+            best = self._first_of_each(best, count)
         else:
             best = best[:count]
         found = table.sequences_at(rows[best])
@@ -219,11 +219,64 @@ class WaitingQueue:
         if len(of_client) < 2:
             return merged(prefills, waiting)
         queues = [(share, merged(*both)) for share, both in of_client.items()]
-        return self.shares.order(queues, _rank, _uncharged_tokens, is_served)
+        charges = dict(zip(waiting, self._charges(waiting), strict=True))
+        return self.shares.order(queues, _rank, lambda seq: charges.get(seq, 0.0), is_served)
 
     def outdate(self, seq: Sequence, step: int) -> None:
         """Marks a sequence's cached prefix as out of date: from the next step on, the tree will have more of it."""
         seq.estimated_at_step = step - LOOKUP_EVERY_STEPS
+
+    def first_of(self, share: ClientShare) -> Sequence:
+        """The sequence of a client that has waited for the longest, after rules 1 and 2."""
+        return self._by_client[share][0]
+
+    @property
+    def clients(self) -> Collection[ClientShare]:
+        """The clients that have sequences here."""
+        return self._by_client.keys()
+
+    def _competing(self) -> Collection[ClientShare]:
+        """The clients whose sequences compete for being next: all, or of tenants with many users those that are next
+        by rule 1 and 2 and by their counters. So a step costs no more however many users a tenant names."""
+        if len(self._by_client) * LEAST_OF_CLIENT <= WINDOW:
+            return self._by_client
+        of_tenant: dict[int, list[ClientShare]] = {}
+        for share in self._by_client:
+            of_tenant.setdefault(share.tenant.index, []).append(share)
+        most = max(LEAST_OF_CLIENT, WINDOW // LEAST_OF_CLIENT // len(of_tenant))
+        found: list[ClientShare] = []
+        for users in of_tenant.values():
+            if len(users) > most:
+                first = [self._by_client[user][0].row for user in users]
+                turns = self.shares.turns_at(np.array([user.index for user in users]))
+                order = np.lexsort((turns, self._table.queue_class[first]))
+                users = [users[place] for place in order[:most].tolist()]
+            found += users
+        return found
+
+    def _first_of_each(self, best: np.ndarray, count: int) -> np.ndarray:
+        """The first `count` of each client that competes. `best`: int64, indices into `rows`."""
+        clients = self._table.client[self.rows[best]]
+        competing = self._competing()
+        if len(competing) < len(self._by_client):
+            chosen = np.isin(clients, [share.index for share in competing])
+            best, clients = best[chosen], clients[chosen]
+        order = np.argsort(clients, kind="stable")
+        clients = clients[order]
+        begins = np.flatnonzero(np.diff(clients, prepend=-1))
+        place = np.arange(len(clients)) - np.repeat(begins, np.diff(begins, append=len(clients)))
+        kept: np.ndarray = best[np.sort(order[place < count])]
+        return kept
+
+    def _charges(self, waiting: list[Sequence]) -> list[float]:
+        """For each waiting sequence the prompt tokens for which its client is charged when it starts, and the outputs
+        that are expected to follow. Of running ones, the client's counter has both."""
+        table, rows = self._table, np.array([seq.row for seq in waiting], dtype=np.int64)
+        tokens = table.num_tokens[rows]
+        prompts = tokens - table.cached_estimate[rows]
+        prompts[[seq.started_s is not None for seq in waiting]] = 0
+        charges: list[float] = (prompts + OUTPUT_TOKENS * np.maximum(table.expected_tokens[rows] - tokens, 0)).tolist()
+        return charges
 
     def _place(self, seq: Sequence) -> tuple[int, bool, int, int, int]:
         """Sort key of the queue, ascending; constant while a sequence waits."""
@@ -249,9 +302,4 @@ class WaitingQueue:
 
 
 def _rank(seq: Sequence) -> tuple[int, ...]:
-    return -seq.priority, not seq.is_preempted
-
-
-def _uncharged_tokens(seq: Sequence) -> int:
-    """Prompt tokens for which its client is charged when it starts."""
-    return 0 if seq.started_s is not None else seq.num_tokens - seq.cached_estimate
+    return -seq.priority, not seq.is_preempted or seq.gave_way

@@ -2,9 +2,19 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.worker.driver import Driver, prompt
-from worker.scheduler.fair_share import CREDIT, FAR_BEHIND, MOST_IDLE, OUTPUT_TOKENS, ClientShare, FairShare
+from worker.scheduler.fair_share import (
+    CREDIT,
+    FAR_BEHIND,
+    MOST_IDLE,
+    MOST_IDLE_USERS,
+    OUTPUT_TOKENS,
+    ClientShare,
+    FairShare,
+)
 
 
 def waiting(shares: FairShare, tenant: str, user: str = "", weight: float = 1.0) -> ClientShare:
@@ -29,7 +39,7 @@ def test_clients_take_turns_by_the_tokens_that_they_get() -> None:
     shares.charge(a, 90)
     assert in_order(shares, (a, [100, 101]), (b, [40, 41, 42])) == [40, 41, 42, 100, 101]
     shares.charge_outputs(np.array([b.index] * 50))
-    assert shares.counter(b) == 50 * OUTPUT_TOKENS
+    assert shares.counter(b.tenant) == 50 * OUTPUT_TOKENS
     assert in_order(shares, (a, [100, 101]), (b, [40])) == [100, 40, 101]
 
 
@@ -41,24 +51,55 @@ def test_weights_and_ranks() -> None:
 
 
 def test_users_divide_the_share_of_their_client() -> None:
-    """Two users of a client get as much as another client that has none."""
+    """However many they are, they get as much as another client that has none; each of them as much as the others."""
     shares = FairShare()
     one, two, other = waiting(shares, "a", "one"), waiting(shares, "a", "two"), waiting(shares, "b")
+    queues = (one, [100, 101, 102]), (two, [200]), (other, [140, 141, 142])
+    assert in_order(shares, *queues) == [140, 100, 200, 141, 142, 101, 102]
     shares.charge(one, 10)
-    assert shares.counter(one) == 20
+    assert [shares.counter(of) for of in (one, two, one.tenant, other.tenant)] == [10, 0, 10, 0]
     shares.charge_outputs(np.array([two.index, two.index]))
-    assert shares.counter(two) == 4 * OUTPUT_TOKENS
-    shares.dequeue(two)
-    shares.close(two)
-    shares.charge(one, 10)
-    assert shares.counter(one) == 30 and shares.counter(other) == 0
+    assert [shares.counter(of) for of in (one, two, one.tenant)] == [10, 2 * OUTPUT_TOKENS, 10 + 2 * OUTPUT_TOKENS]
+
+
+def test_a_new_user_begins_where_its_tenant_is() -> None:
+    shares = FairShare()
+    old, other = waiting(shares, "a", "old"), waiting(shares, "b")
+    shares.charge(old, 50_000)
+    shares.charge(other, 60_000)
+    new = waiting(shares, "a", "new")
+    assert shares.counter(new) == 50_000
+    assert in_order(shares, (old, [9000]), (new, [9001]), (other, [8])) == [9000, 9001, 8]  # not twice 50,000 behind
+    shares.dequeue(new)
+    shares.close(new)
+    shares.charge(old, 1000)
+    assert shares.counter(waiting(shares, "a", "new")) == 51_000  # it did not ask for what it missed
+
+
+def test_what_is_to_come_counts_in_the_order() -> None:
+    """And not in what is saved up."""
+    shares = FairShare()
+    a, b = waiting(shares, "a", weight=2.0), waiting(shares, "b")
+    shares.expect(np.array([a.index, a.index, b.index]), np.array([30, 10, 15]))
+    assert in_order(shares, (a, [10, 11]), (b, [20, 9])) == [20, 10, 11, 9]
+    assert shares.turn(a.tenant) == 40 * OUTPUT_TOKENS / 2 and shares.counter(a.tenant) == 0
+    shares.expect(np.array([], dtype=np.int64), np.array([]))
+    assert shares.turn(a.tenant) == 0
+
+
+def test_those_that_cannot_start_do_not_save_up_what_others_get() -> None:
+    shares = FairShare()
+    stuck, runs = waiting(shares, "stuck"), waiting(shares, "runs")
+    shares.charge(runs, 100_000)
+    shares.starts(runs, 0.0)
+    assert shares.counter(stuck.tenant) == 100_000 - CREDIT and shares.counter(runs.tenant) == 100_000
 
 
 def test_an_open_server_counts_nothing() -> None:
     shares = FairShare()
     anybody = waiting(shares, "")
     shares.charge(anybody, 100)
-    assert shares.counter(anybody) == 0 and not shares.is_contended
+    assert shares.counter(anybody.tenant) == 0 and not shares.is_contended
 
 
 def test_only_some_service_is_saved_up() -> None:
@@ -67,14 +108,14 @@ def test_only_some_service_is_saved_up() -> None:
     shares.dequeue(b)
     shares.charge(a, 100_000)
     shares.enqueue(b)
-    assert shares.counter(b) == 100_000 - CREDIT
+    assert shares.counter(b.tenant) == 100_000 - CREDIT
     shares.dequeue(a)
     shares.charge(a, 100_000)
     shares.dequeue(b)  # the last to leave
     c = waiting(shares, "c")
-    assert shares.counter(c) == 100_000 - 2 * CREDIT
+    assert shares.counter(c.tenant) == 100_000 - 2 * CREDIT
     shares.enqueue(a)
-    assert shares.counter(a) == 200_000  # what was served is not forgiven
+    assert shares.counter(a.tenant) == 200_000  # what was served is not forgiven
 
 
 def test_a_client_far_behind_has_its_step_for_itself() -> None:
@@ -88,17 +129,41 @@ def test_a_client_far_behind_has_its_step_for_itself() -> None:
     assert in_order(shares, *queues, served=True) == [900, 99, 10, 11]
 
 
-def test_clients_that_are_gone_are_forgotten() -> None:
+def visit(shares: FairShare, tenant: str, user: str, tokens: int) -> None:
+    """A client that has one sequence."""
+    share = waiting(shares, tenant, user)
+    shares.charge(share, tokens)
+    shares.dequeue(share)
+    shares.close(share)
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_a_flood_of_names_is_forgotten_and_pushes_nobody_out(by_user: bool) -> None:
     shares = FairShare()
     stays = waiting(shares, "stays")
-    for number in range(MOST_IDLE + 100):
-        share = waiting(shares, f"c{number}")
-        shares.charge(share, 5)
+    visit(shares, "gone", "", 70_000)
+    known = shares.num_known
+    for number in range(3000):
+        visit(shares, "flood" if by_user else f"flood {number}", str(number), 5)
+    assert shares.num_known <= known + (2 * MOST_IDLE_USERS + 1 if by_user else 4 * MOST_IDLE)
+    assert waiting(shares, "stays") is stays
+    gone = waiting(shares, "gone")
+    assert shares.counter(gone.tenant) == 70_000
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 30_000)), max_size=600))
+def test_no_name_comes_back_with_less_than_it_had(visits: list[tuple[int, int]]) -> None:
+    """Not by being forgotten, nor is a new one worth more than a known one."""
+    shares, had = FairShare(), dict[str, float]()
+    waiting(shares, "a", "stays")
+    for user, tokens in visits:
+        share = waiting(shares, "a", str(user))
+        assert shares.counter(share) >= had.get(str(user), 0.0)
+        shares.charge(share, tokens)
+        had[str(user)] = shares.counter(share)
         shares.dequeue(share)
         shares.close(share)
-    assert len(shares._shares) == MOST_IDLE + 1 == len(shares._tenant_index)
-    assert waiting(shares, "stays") is stays and shares.counter(waiting(shares, f"c{number}")) == 5
-    assert len(shares._free) + len(shares._shares) == len(shares._counters)
 
 
 # ---------------------------------------------------------------- in the scheduler

@@ -102,6 +102,29 @@ def test_what_starts_beside_others_leaves_leased_pages_alone(drive):
     assert d.tokens("wide") == d.executor.generate(prompt(30, seed=2), 2)
 
 
+def test_no_client_loses_leases_to_one_that_has_more(drive):
+    """The first one may have all of them, until others ask for theirs."""
+    d = drive(num_pages=40)
+
+    def lease(client: str, count: int) -> None:
+        for number in range(count):
+            seed, owner = sum(map(ord, client)) + number, f"{client} {number}"
+            request, wish = f"{owner} {len(d.outputs)}", Lease(owner, "branch", 3600)
+            d.add(request, prompt(14, seed=seed), max_tokens=3, client=client, lease=wish)
+            d.run()
+
+    lease("greedy", 8)
+    assert d.tree.leased_by == {"greedy": 20}
+    lease("modest", 1)
+    assert d.tree.leased_by == {"greedy": 16, "modest": 4}
+    lease("greedy", 8)  # again, and renews
+    assert d.tree.leased_by["modest"] == 4
+    lease("third", 8)
+    by_client = d.tree.leased_by
+    assert by_client["modest"] == 4 and by_client["greedy"] == by_client["third"] == 8
+    d.scheduler.check_integrity()
+
+
 def leased(d) -> set[str]:
     return set(d.scheduler.leases._owners)
 

@@ -16,6 +16,10 @@ from worker.messages import SamplingParams
         ({"prompt": [1], "output_ids": [77]}, "prompt", "0 to 49"),
         ({"prompt": prompt(100)}, "prompt", "at most 99"),
         ({"prompt": [1], "sampling": SamplingParams(max_tokens=0)}, "max_tokens", "at least 1"),
+        ({"prompt": [1], "weight": 0.0}, "weight", "above 0"),
+        ({"prompt": [1], "weight": -1.0}, "weight", "above 0"),
+        ({"prompt": [1], "weight": float("nan")}, "weight", "above 0"),
+        ({"prompt": [1], "weight": float("inf")}, "weight", "above 0"),
         (
             {"prompt": [1], "sampling": SamplingParams(max_tokens=1, prompt_logprobs_start=1)},
             "prompt_logprobs_start",
