@@ -94,7 +94,7 @@ class Door:
     def close(self) -> None:
         """Admits no more callers. Call this before the sockets are closed."""
         for socket in self._sockets:
-            socket.monitor(None, 0)  # type: ignore[arg-type]
+            socket.monitor(None, 0)
         self._end.send(b"")
         self._thread.join()
         for own in (self._asked, self._ended, self._end, *self._monitors):
