@@ -91,7 +91,7 @@ class Load:
     async def _one(self, client: httpx.AsyncClient, number: int) -> None:
         chance = random.Random(number)
         kinds = {
-            self._valid: 30, self._damaged: 40, self._broken_off: 12, self._kept: 8, self._late: 4, self._read: 6
+            self._valid: 30, self._damaged: 40, self._broken_off: 10, self._kept: 8, self._late: 6, self._read: 6
         }  # fmt: skip
         (kind,) = chance.choices(list(kinds), list(kinds.values()))
         name = kind.__name__.strip("_")
