@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.worker.driver import prompt
 from tests.worker.virtual_replica import STEP_S, VirtualReplica
 from worker.scheduler.fair_share import CREDIT
 
@@ -223,3 +224,29 @@ def test_over_any_time_a_client_gets_its_part(attack: Attack, weight: float) -> 
     worst = float((lag - np.minimum.accumulate(lag)).max())
     assert worst < CREDIT, f"{worst:.0f} tokens behind"
     assert replica.work["victim"] > 0.7 * part * sum(replica.work.values())
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_who_gives_way_says_the_same(drive, pp: int) -> None:
+    """And no page is lost, whoever overtakes whom."""
+    d, rng, asked = drive(num_pages=40, max_running=4, pp=pp), random.Random(7), dict[str, tuple[list[int], int]]()
+
+    def ask(client: str, length: int, tokens: int, user: str = "") -> None:
+        name = f"{client} {len(asked)}"
+        asked[name] = prompt(length, seed=len(asked)), tokens
+        d.add(name, *asked[name], client=client, user=user)
+
+    for number in range(8):
+        ask("long", 5, 40, user=str(number % 2))
+    for step in range(80):
+        if step % 10 == 0:
+            ask("short", rng.randint(1, 30), rng.randint(1, 6))
+        if step % 40 == 0:
+            ask("large", rng.randint(60, 100), 12)
+        d.now_s += 0.2
+        d.step()
+        d.scheduler.check_integrity()
+    assert d.scheduler.load().preemptions > 0
+    while d.scheduler.has_work or d.flight:
+        d.step()
+    assert all(d.tokens(name) == d.executor.generate(*request) for name, request in asked.items())
