@@ -120,8 +120,8 @@ FAULTS = [
     Fault(
         "new-client-inherits-a-counter",
         "worker/scheduler/fair_share.py",
-        "self._counters[share.index], self._tenants[share.index] = 0.0, tenant\n",
-        "self._tenants[share.index] = tenant\n",
+        "self.values[index], self.to_come[index] = value, 0.0\n",
+        "self.to_come[index] = 0.0\n",
         SCHEDULER,
     ),
     Fault(

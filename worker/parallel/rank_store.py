@@ -40,7 +40,7 @@ class Meeting(msgspec.Struct, frozen=True):
         return f"Meeting({self.address!r})"
 
 
-class _Asked(msgspec.Struct, array_like=True):
+class _StoreRequest(msgspec.Struct, array_like=True):
     """A request of a rank, with a number that the answer has too."""
 
     number: int
@@ -88,7 +88,7 @@ class StoreServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._ended, zmq.POLLIN)
-        decode = msgspec.msgpack.Decoder(_Asked).decode
+        decode = msgspec.msgpack.Decoder(_StoreRequest).decode
         while self._ended not in dict(poller.poll()):
             rank, frame = self._socket.recv_multipart()
             asked = decode(frame)
