@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.correctness.clients import programs
 from bench.correctness.clients.checks import ServedModel
 from bench.correctness.clients.director import Director, Exchange
 
@@ -34,24 +35,8 @@ class Agent:
         another code than one of `ends`."""
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "NODE_OPTIONS") if name in os.environ}
         folders = {"HOME": str(self.home), "XDG_CONFIG_HOME": str(self.home / ".config"), "TMPDIR": str(self.home)}
-        try:
-            done = subprocess.run(
-                command,
-                cwd=self.work,
-                env=kept | folders | {"NO_COLOR": "1"} | variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=WAIT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as late:
-            said = (late.output or b"")[-2000:]
-            raise AssertionError(f"{command[0]} took longer than {WAIT_S} s: {said!r}; {self.answers()}") from None
-        ended = f"{command[0]} ended with {done.returncode}: {done.stdout[-2000:]}; {self.answers()}"
-        assert done.returncode in ends, ended
-        return done.stdout
+        variables = kept | folders | {"NO_COLOR": "1"} | variables
+        return programs.finish(command, self.work, variables, WAIT_S, ends, self.answers)
 
     def answers(self) -> list[str]:
         """The requests so far, in short, for errors."""
