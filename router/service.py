@@ -56,6 +56,9 @@ GREEDY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, se
 # time between two requests does not make up for that.
 LEAST_PREFETCHED = 256  # characters
 LOWEST_PRIORITY = -(1 << 31)
+# Short texts that threads find without the event loop. With none, each waits for the loop: 600 texts of 0.6 ms beside
+# work of 3 ms on the loop took 2.5 s by the median, and 0.2 to 0.3 s with 32.
+TEXTS_AHEAD = 32
 LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
 
 
@@ -145,7 +148,7 @@ class Service:
         self._fleet = fleet
         self._resume_pace = ResumePace(self._resume_rate)
         self.replicas.on_adapters = self._hear
-        self._texts = TurnThreads(min(4, os.cpu_count() or 1), "text")
+        self._texts = TurnThreads(min(4, os.cpu_count() or 1), "text", ahead=TEXTS_AHEAD)
         self._long_texts = TurnThreads(2, "long-text", each=1)
         for name, path in (adapters or {}).items():
             self._take(Adapter(name, path))

@@ -15,11 +15,13 @@ class TurnThreads:
     """Threads for short work. Where all are busy, the clients that wait are served one after the other, each with one
     piece of its work, so that no client waits for another's queue. Used from one event loop."""
 
-    def __init__(self, threads: int, name: str, each: int | None = None) -> None:
-        """`each`: how many of the threads one client may have at once."""
+    def __init__(self, threads: int, name: str, each: int | None = None, ahead: int = 0) -> None:
+        """`each`: how many pieces of one client may be in the threads at once. `ahead`: pieces that the threads find
+        when they have ended one, as long as the event loop has not given them more: it may be busy for longer than a
+        piece takes."""
         self._executor = ThreadPoolExecutor(threads, name)
-        self._free = threads
-        self._each = each or threads
+        self._free = threads + ahead
+        self._each = each or self._free
         self._busy: Counter[str] = Counter()
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # the client that is next comes first
 
@@ -54,7 +56,7 @@ class TurnThreads:
         await asyncio.to_thread(self._executor.shutdown)
 
     def has_room(self, client: str) -> bool:
-        """Whether work of this client would begin at once."""
+        """Whether work of this client would go to the threads at once."""
         return self._free > 0 and self._busy.get(client, 0) < self._each
 
     async def _turn(self, client: str) -> None:

@@ -30,6 +30,7 @@ Result = TypeVar("Result")
 Work = Callable[[ResponseStore], Result]
 
 READERS = 2
+WRITES_AHEAD = 8  # that a thread finds without the event loop, which may be busy for longer than a write takes
 BEAT_S = 0.25  # also how long events of a background response wait for each other
 POLL_S = 0.1
 EVENTS = 512  # in one read
@@ -44,7 +45,8 @@ class KeptResponses:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._opening = threading.Lock()
-        self._readers, self._writer, self._beater = self._lanes = _Lane(READERS), _Lane(1), _Lane(1)
+        self._readers, self._writer, self._beater = _Lane(READERS), _Lane(1, WRITES_AHEAD), _Lane(1, WRITES_AHEAD)
+        self._lanes = self._readers, self._writer, self._beater
         self.news = News(self)
 
     def __bool__(self) -> bool:
@@ -106,8 +108,8 @@ class KeptResponses:
 class _Lane:
     """Threads for one kind of work, and a connection for each. `missing`: connections that are not open yet."""
 
-    def __init__(self, threads: int) -> None:
-        self.turns = TurnThreads(threads, "responses")
+    def __init__(self, threads: int, ahead: int = 0) -> None:
+        self.turns = TurnThreads(threads, "responses", ahead=ahead)
         self.free: list[ResponseStore] = []
         self.missing = threads
 
