@@ -22,6 +22,7 @@ from cluster.deployed import APP, STREAMS_S
 from cluster.models import model_name
 from cluster.replica import CONTROL_CPUS, STOP_S, bundles
 from router.service import Service
+from tests.plane import SECRET
 
 
 @pytest.mark.parametrize(
@@ -252,5 +253,6 @@ def services(
     monkeypatch.setattr("cluster.app.listen", listen)
     for name in ("ServePlacer", "watch", "end_if_stuck"):
         monkeypatch.setattr(f"cluster.app.{name}", lambda *its: None)
+    monkeypatch.setattr("cluster.app.cluster_secret", lambda: SECRET)
     config = load(overrides=settings)
     return _Router(config, {}, *(None for _ in config.deployments))._models.services  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from cluster.conversion import ModelError
 from cluster.convert import convert
 from cluster.models import KNOWN, Packaged, pull, resolve, with_draft_folder
 from tests.cluster.gguf_files import write_gguf
+from tests.plane import SECRET
 from worker.config import WorkerConfig
 from worker.folders import cache_folder
 from worker.models.end_tokens import eos_token_ids
@@ -389,6 +390,7 @@ def test_a_router_asks_a_hub_for_no_weights(hub: list[str], monkeypatch: pytest.
     monkeypatch.setattr("cluster.service.Tokenizer.from_folder", lambda folder: tokenizer)
     for name in ("listen", "ServePlacer", "watch", "end_if_stuck"):
         monkeypatch.setattr(f"cluster.app.{name}", lambda *its: None)
+    monkeypatch.setattr("cluster.app.cluster_secret", lambda: SECRET)
     _Router(Config(model="org/name"), {}, None)  # type: ignore[arg-type]
     assert "tokenizer.json" in hub and not [file for file in hub if "safetensors" in file]
 

@@ -75,7 +75,7 @@ class Compiled:
         info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, stop_token_ids=[EOS])
         self.grammar = CompiledGrammar(xgrammar.GrammarCompiler(info).compile_grammar("root ::= [C-V]* [A-B]"), "ebnf")
 
-    def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
+    def submit(self, grammar: Grammar, client: str = "") -> "Future[CompiledGrammar]":
         future: Future[CompiledGrammar] = Future()
         future.set_result(self.grammar)
         return future
