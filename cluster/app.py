@@ -56,6 +56,7 @@ HEALTH_ANSWER_S = 10.0
 # no CPUs to give. Kubernetes' head is one, whose memory is not made for them, and whose proxy says 503 where there is
 # no worker.
 ROUTER_CPUS = 0.0001
+LOOPBACK = "127.0.0.1"  # `replica_host` of a server on one machine
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -241,7 +242,8 @@ def _open(config: DeploymentConfig, handle: DeploymentHandle, metrics: Metrics, 
         metrics,
         lambda fleet, replicas: ServePlacer(handle, fleet, replicas, wait_s),
         cluster_secret(),
-        peer_host=config.replica_host or ray.util.get_node_ip_address(),
+        # Replicas may have an address that is not this machine's.
+        peer_host=LOOPBACK if config.replica_host == LOOPBACK else ray.util.get_node_ip_address(),
         drain_s=drain_s,
     )
 

@@ -203,11 +203,13 @@ def _make_token() -> None:
         return
     path = _token()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (
-        contextlib.suppress(FileExistsError),
-        open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file,
-    ):
+    if path.exists():
+        return
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".auth_token-") as file:  # its mode is 0600
         file.write(secrets.token_hex(32))
+        file.flush()
+        with contextlib.suppress(FileExistsError):  # whole, or another server's
+            os.link(file.name, path)
 
 
 def open_token() -> Path | None:

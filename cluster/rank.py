@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from worker.engine.engine import Engine
     from worker.engine.server import Server
     from worker.executor.multi_rank import Follower
-    from worker.parallel.rank_store import Meeting, RankStore
+    from worker.parallel.meeting import Meeting
+    from worker.parallel.rank_store import RankStore
 
 
 class Pulse(NamedTuple):

@@ -265,7 +265,8 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # no other request is here already
+        # No other request is here already, or the rest of it is waited for.
+        if self.cycle.response_complete or self.cycle.more_body:
             self._waiting.add(self)
             if self.transport.is_closing():  # once the client has read the answer
                 self._within(self._limits.keep_alive_s, self.timeout_keep_alive_handler)

@@ -17,6 +17,7 @@ are by the machine's monotonic clock, which all of its processes share and no co
 """
 
 import contextlib
+import logging
 import os
 import sqlite3
 import time
@@ -31,11 +32,16 @@ import msgspec
 
 from router.protocols.responses_objects import ENDED, OutputItem, ResponseError, ResponseObject, Status
 
+log = logging.getLogger(__name__)
+
+log = logging.getLogger(__name__)
+
 FILE = "responses-2.sqlite3"  # the number is the layout's
 BEFORE = "responses-1.sqlite3"
 BUSY_S = 10.0
 RETRY_S = 0.05
 STALE_S = 30.0  # without a beat
+HANDOVER_S = 60.0  # after the last write to a file of the layout before, until it is taken over
 LOST = ResponseError("server_error", "The router that made this response has ended before it was complete.")
 EVENTS_BYTES = 1 << 20  # of events that are read at once, or one event
 EXPIRED = 64  # responses that one change forgets for their age
@@ -175,7 +181,10 @@ class ResponseStore:
         self._boot = _boot_id() if boot is None else boot
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / FILE
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # conversations are not for other users
+        # Conversations are not for other users. A file that is there is not opened: with its descriptor, all locks
+        # that SQLite has on the file for this process would go, and who closes it elsewhere would take the log away.
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         self._database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         self._lay_out()
         self._take_over(folder / BEFORE)
@@ -463,20 +472,27 @@ class ResponseStore:
         self._database.executescript(_TABLES)
 
     def _take_over(self, before: Path) -> None:
-        """Moves responses that have ended here from the file of the layout before. Other routers may do it too."""
-        if not before.exists():
+        """Moves responses that have ended here from the file of the layout before. Other routers may do it too. The
+        file stays where it cannot be read or copied now, and while a router of the version before may write to it."""
+        if not before.exists() or self._clock() - _written_s(before) < HANDOVER_S:
             return
-        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(before)) as file:
-            query = "SELECT tenant, status, response, input, used_s FROM responses ORDER BY used_s"
-            for tenant, status, response, asked, used_s in file.execute(query):
-                with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
-                    stored = StoredResponse(_decode(response, type=ResponseObject), _decode(asked, type=list[Item]))
-                    stored.response.status = status
-                    if stored.has_ended:
-                        self.put(tenant, stored)
-                        self._database.execute(
-                            "UPDATE responses SET used_s = ? WHERE id = ?", (used_s, stored.response.id)
-                        )
+        try:
+            with contextlib.closing(sqlite3.connect(before)) as file:
+                query = "SELECT tenant, status, response, input, used_s FROM responses ORDER BY used_s"
+                for tenant, status, response, asked, used_s in file.execute(query):
+                    with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
+                        stored = StoredResponse(_decode(response, type=ResponseObject), _decode(asked, type=list[Item]))
+                        stored.response.status = status
+                        if stored.has_ended and not self._one(
+                            "SELECT 1 FROM responses WHERE id = ?", stored.response.id
+                        ):
+                            self.put(tenant, stored)
+                            self._database.execute(
+                                "UPDATE responses SET used_s = ? WHERE id = ?", (used_s, stored.response.id)
+                            )
+        except sqlite3.Error:
+            log.exception("the stored responses of the version before, in %s, cannot be taken over now", before)
+            return
         for end in ("", "-wal", "-shm"):
             before.with_name(before.name + end).unlink(missing_ok=True)
 
@@ -490,6 +506,12 @@ class ResponseStore:
             self._database.execute("ROLLBACK")
             raise
         self._database.execute("COMMIT")
+
+
+def _written_s(path: Path) -> float:
+    """When a database or its log was written last, by the time of day."""
+    files = (path, path.with_name(path.name + "-wal"))
+    return max(file.stat().st_mtime for file in files if file.exists())
 
 
 def _boot_id() -> str:

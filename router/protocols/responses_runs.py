@@ -173,7 +173,7 @@ class News:
             except ApiError as error:
                 for response in asked:
                     self._wake(response, error=error)
-                return
+                continue  # others have come meanwhile
             for response, position in zip(asked, found, strict=True):
                 self._wake(response, None if position is None or position.has_ended else position.last)
 

@@ -17,7 +17,8 @@ from worker.executor.gpu_defaults import resolve_device
 from worker.executor.model_runner import ModelRunner
 from worker.executor.multi_rank import Follower, MultiRankExecutor, end, other_ranks
 from worker.executor.weight_loader import Progress
-from worker.parallel.rank_store import Meeting, find_store, open_store
+from worker.parallel.meeting import Meeting
+from worker.parallel.rank_store import find_store, open_store
 from worker.spinning import limit_spinning
 
 # The machine's name for NCCL, which refuses two ranks on one GPU unless they seem to be on different machines.

@@ -21,23 +21,15 @@ import zmq
 
 from worker.curve import SECRET_BYTES, Curve, Door
 from worker.errors import RankLost
+from worker.parallel.meeting import Meeting
 
-CONNECT_S = 30.0
+# A rank that loads may hold the GIL for long, and with it the thread that admits the others, who connect once.
+CONNECT_S = 60.0
 REPLY_S = 60.0  # the leading rank's process may be starved, or inside a library that holds the GIL for many seconds
 LOOK_MS = 500  # between looks whether the connection still stands
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.02  # between requests of who waits for a key
 MOST_BYTES = 1 << 24  # of a frame
 KIND = "store"
-
-
-class Meeting(msgspec.Struct, frozen=True):
-    """Where ranks meet, and the secret that admits them. `address`: as ZeroMQ takes it."""
-
-    address: str
-    secret: bytes
-
-    def __repr__(self) -> str:
-        return f"Meeting({self.address!r})"
 
 
 class _StoreRequest(msgspec.Struct, array_like=True):
@@ -60,6 +52,7 @@ class StoreServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._door = Door(self._context, Curve(secret, KIND), {self._socket: MOST_BYTES})
+        self._socket.set(zmq.HANDSHAKE_IVL, int(CONNECT_S * 1000))
         self._ended = self._context.socket(zmq.PAIR)
         self._end = self._context.socket(zmq.PAIR)
         self._ended.bind("inproc://end")
@@ -142,6 +135,7 @@ class RankStore(dist.Store):
         self._socket.set(zmq.IMMEDIATE, 1)  # it takes requests only while it is connected,
         self._socket.set(zmq.RECONNECT_IVL, -1)  # which it is once
         Curve(meeting.secret, KIND).calls(self._socket)
+        self._socket.set(zmq.HANDSHAKE_IVL, int(CONNECT_S * 1000))
         self._socket.connect(meeting.address)
         self.close = weakref.finalize(self, _free, self._socket, self._context, server)
         if not self._socket.poll(int(CONNECT_S * 1000), zmq.POLLOUT):

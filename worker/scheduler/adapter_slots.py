@@ -42,6 +42,10 @@ class AdapterSlots:
         self._is_saved = starved
         return False
 
+    def could_start(self, seq: Sequence) -> bool:
+        """Whether a sequence's adapter has a slot, or one that nobody uses; without any effect."""
+        return not seq.adapter or seq.adapter in self._slots or len(self._users) < self._num_slots
+
     def acquire(self, seq: Sequence) -> None:
         """Gives a sequence that starts its adapter's slot, for which there must be room."""
         adapter = seq.adapter

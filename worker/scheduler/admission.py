@@ -49,6 +49,7 @@ PATIENCE_S = 1.0
 HURRY_S = 0.1  # least time between starts of a client for which others give way
 MOST_GIVING_WAY = 16  # sequences that give way to one
 LOOK_EVERY_STEPS = 4  # so often it is looked whether others should give way
+MOST_DOUBLINGS = 5  # of the pause after giving way in vain
 
 
 class Admission:
@@ -86,10 +87,12 @@ class Admission:
         self._blocked_at: tuple[int, int] | None = None  # `_comings`
         self._blocked_step = -RETRY_STEPS  # the step for which a sequence last found no room
         # For those among them that others must not keep waiting, when they have room: of this step, until one starts.
-        self._reservations: list[tuple[ClientShare, Opening]] | None = None
+        self._reservations: list[tuple[Sequence, Opening]] | None = None
         self._closed: set[Member | None] = set()  # clients, None for all, of which no sequence may start in this step
         self._favoured: Sequence | None = None  # for which others have given way
         self._given_way_step = -RETRY_STEPS  # before this step, none give way
+        self._made_way_step = -1  # the step for which sequences have given way last
+        self._refusals = 0  # how often, one after the other, a sequence did not start for which others had given way
         self._looks = True  # whether what is to come is out of date: clients did not compete
         self._builder: StepBuilder  # of the step that is built
         self._step = 0
@@ -200,6 +203,8 @@ class Admission:
         """
         if not self.is_open:
             return False
+        if seq.gave_way and self._made_way_step == self._step:
+            return False  # its last chunk may be in flight, which nobody expects of a sequence that starts
         client = self._closed_with(seq)
         if client in self._closed or seq.share.tenant in self._closed:
             return False
@@ -220,7 +225,8 @@ class Admission:
             self._block(client, seq)
             return False
         if seq is self._favoured:
-            self._favoured = None
+            self._favoured, self._refusals = None, 0
+        seq.blocked_step = None
         if self._blocked.pop(client, None) is not None:
             self._num_changes += 1
         self._shares.starts(seq.share, self._now_s)
@@ -313,8 +319,8 @@ class Admission:
             if self._reservations is None:
                 self._reservations = self._reserve()
             steps, pages = self._expected_steps(seq), self._expected_pages(seq)
-            for share, room in self._reservations:
-                if share is not seq.share:
+            for first, room in self._reservations:
+                if first.share is not seq.share and first.priority >= seq.priority:
                     if steps > room.steps and pages > room.spare:
                         return False
                     until = max(until, room.steps, steps)
@@ -322,15 +328,15 @@ class Admission:
         self._table.start_step[seq.row] = self._step
         return True
 
-    def _reserve(self) -> list[tuple[ClientShare, Opening]]:
-        """The clients whose sequences found no room and must not be kept waiting by others, since they hold no more
-        than their share, and when they have room."""
+    def _reserve(self) -> list[tuple[Sequence, Opening]]:
+        """The sequences that found no room and, since their clients hold no more than their share, must not be kept
+        waiting by others of their priority or less; and when they have room."""
         waiting = [seq for seq in self._blocked.values() if seq is not None][:MOST_RESERVATIONS]
         if not waiting or not len(self._running):
             return []
         running, of_tenants, available = self._demand(), self._holdings(), self._kv_cache.num_unreserved
         return [
-            (seq.share, opening(running, self._expected_pages(seq), available, self._page_size))
+            (seq, opening(running, self._expected_pages(seq), available, self._page_size))
             for seq in waiting
             if not of_tenants.is_above(seq.share.tenant)
         ]
@@ -341,8 +347,8 @@ class Admission:
             self._favoured, self._looks = None, True
             return []
         if self._favoured is not None:
-            if step < self._given_way_step:
-                return []  # no step was made since
+            if step < self._given_way_step + RETRY_STEPS:
+                return []  # it may not have been tried: a step of decodes alone, or of a preemption, is closed to all
             self._refuse_favoured(step)
         # Never at a multiple of RETRY_STEPS, when no client is known to be blocked.
         if (step + 1) % LOOK_EVERY_STEPS and not self._looks:
@@ -359,9 +365,12 @@ class Admission:
             behind = [seq for seq in behind if self._is_due(seq, now_s)]
         if not behind:
             return []
-        of_tenants, clients = self._holdings(), self._table.client[self._running.rows]
+        clients = self._table.client[self._running.rows]
         for seq in behind:
-            needed, tenant = self._expected_pages(seq), seq.share.tenant
+            if not self._adapters.could_start(seq):
+                continue
+            # Anew, since a search that finds too little has taken from it.
+            needed, tenant, of_tenants = self._expected_pages(seq), seq.share.tenant, self._holdings()
             found: list[Sequence] = []
             if overdue is not None and not of_tenants.is_above(tenant):
                 since = self._table.start_step[self._running.rows] >= (seq.blocked_step or 0)
@@ -376,7 +385,7 @@ class Admission:
                     may = self._are_ahead(seq, seq.share, clients, now_s) & (of_tenants.owners == tenant.index)
                     found = self._making_room(seq, needed, may, of_users, 2 - part)
             if found:
-                self._favoured, self._given_way_step = seq, step + 1
+                self._favoured, self._given_way_step, self._made_way_step = seq, step + 1, step
                 return found
         return []
 
@@ -438,8 +447,10 @@ class Admission:
         return []
 
     def _refuse_favoured(self, step: int) -> None:
-        """Called when the sequence for which others have given way did not start: none give way for a while."""
-        self._favoured, self._given_way_step = None, step + RETRY_STEPS
+        """Called when the sequence for which others have given way did not start: none give way for a while, which
+        doubles each time, since what they had must be computed again."""
+        self._favoured, self._given_way_step = None, step + (RETRY_STEPS << min(self._refusals, MOST_DOUBLINGS))
+        self._refusals += 1
 
     def _expected_pages(self, seq: Sequence) -> int:
         """Pages that a waiting sequence is expected to need at its end, beyond those that are cached."""

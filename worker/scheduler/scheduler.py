@@ -266,7 +266,8 @@ class Scheduler:
         if step is not None:
             self._in_flight.append(step)
             taken = step.shape.tokens - step.shape.decodes
-            self.is_full = view.blocked_tokens > 0 or view.waiting_tokens - taken > taken
+            all_blocked = view.blocked_tokens > 0 and not view.waiting_tokens
+            self.is_full = all_blocked or view.waiting_tokens - taken > taken
         elif budget is not None:
             self._idle_reason = "too_few_micro_batches" if is_too_few else "nothing_to_do"
         return SchedulerOutput(step, self.running.take_started(), self.running.take_freed_slots(), self._idle_reason)

@@ -30,8 +30,9 @@ from worker.models.config import decoder_config, read_config
 from worker.models.sharding import Shard
 from worker.parallel import rank_store
 from worker.parallel.communicator import Communicator
+from worker.parallel.meeting import Meeting
 from worker.parallel.pipeline_stage import PipelineStage
-from worker.parallel.rank_store import Meeting, find_store, open_store
+from worker.parallel.rank_store import find_store, open_store
 from worker.parallel.rendezvous import Rendezvous
 from worker.step import Chunk, Plan
 
