@@ -1,13 +1,16 @@
 """Clients that try to keep others from their shares, and sequences that have no room, in virtual time."""
 
+import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.worker.driver import prompt
 from tests.worker.virtual_replica import STEP_S, VirtualReplica
+from worker.messages import SamplingParams
 from worker.scheduler.fair_share import CREDIT
 
 Attack = Callable[[VirtualReplica, random.Random, int], None]
@@ -250,3 +253,36 @@ def test_who_gives_way_says_the_same(drive, pp: int) -> None:
     while d.scheduler.has_work or d.flight:
         d.step()
     assert all(d.tokens(name) == d.executor.generate(*request) for name, request in asked.items())
+
+
+def test_who_gives_way_does_not_start_in_the_same_step(drive) -> None:
+    """Its last chunk may be in flight."""
+    d, rng, number = drive(num_pages=40, max_running=6, token_budget=512), random.Random(1), itertools.count()
+    give_way, schedule = d.scheduler._preemption.give_way, d.scheduler.schedule
+    gave, again = list[Any](), list[Any]()
+
+    def ask(client: str, length: int, tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        d.add(f"{client} {next(number)}", prompt(length, seed=next(number)), client=client, sampling=sampling)
+
+    def seen() -> Any:
+        before = len(gave)
+        made = schedule()
+        again.extend(seq for seq in gave[before:] if seq.is_running)
+        return made
+
+    d.scheduler._preemption.give_way = lambda seq: (gave.append(seq), give_way(seq))
+    d.scheduler.schedule = seen
+    for _ in range(12):
+        ask("long", rng.choice([4, 5, 40]), rng.choice([20, 60]))
+    for step in range(150):
+        if step % 8 == 0:
+            ask("short", rng.randint(1, 30), rng.randint(1, 8))
+        if step % 30 == 0:
+            ask("large", rng.randint(60, 110), 12)
+        if len(d.scheduler) < 10:
+            ask("long", rng.choice([4, 5, 40]), rng.choice([20, 60]))
+        d.now_s += 0.2
+        d.step()
+    assert not again
+    assert gave or d.overlap
