@@ -56,8 +56,8 @@ GREEDY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, se
 # time between two requests does not make up for that.
 LEAST_PREFETCHED = 256  # characters
 LOWEST_PRIORITY = -(1 << 31)
-# Short texts that threads find without the event loop. With none, each waits for the loop: 600 texts of 0.6 ms beside
-# work of 3 ms on the loop took 2.5 s by the median, and 0.2 to 0.3 s with 32.
+# Short texts that threads find without the event loop. At 0, each text waits for the loop: 600 texts of 0.6 ms, with
+# work of 3 ms on the loop at the same time, took 2.5 s by the median, and 0.2 to 0.3 s with 32.
 TEXTS_AHEAD = 32
 LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
 

@@ -43,7 +43,7 @@ class AdapterSlots:
         return False
 
     def could_start(self, seq: Sequence) -> bool:
-        """Whether a sequence's adapter has a slot, or one that nobody uses; without any effect."""
+        """Whether a sequence's adapter has a slot, or could have an unused one; without any effect."""
         return not seq.adapter or seq.adapter in self._slots or len(self._users) < self._num_slots
 
     def acquire(self, seq: Sequence) -> None:

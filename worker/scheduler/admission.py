@@ -204,7 +204,7 @@ class Admission:
         if not self.is_open:
             return False
         if seq.gave_way and self._made_way_step == self._step:
-            return False  # its last chunk may be in flight, which nobody expects of a sequence that starts
+            return False  # its last chunk may be in flight, and a sequence that starts must have no such chunk
         client = self._closed_with(seq)
         if client in self._closed or seq.share.tenant in self._closed:
             return False
@@ -369,7 +369,7 @@ class Admission:
         for seq in behind:
             if not self._adapters.could_start(seq):
                 continue
-            # Anew, since a search that finds too little has taken from it.
+            # A search that finds too little has taken from the holdings.
             needed, tenant, of_tenants = self._expected_pages(seq), seq.share.tenant, self._holdings()
             found: list[Sequence] = []
             if overdue is not None and not of_tenants.is_above(tenant):

@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import os
 import sqlite3
 import stat
 from collections.abc import Callable
@@ -267,6 +268,10 @@ def test_responses_of_the_layout_before_are_taken_over(tmp_path: Path, clock: Cl
             file.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)", (*row, used_s))
         file.execute("INSERT INTO responses VALUES ('d', 't', NULL, 'completed', x'00', x'00', 9, 990, 0)")
         file.commit()
+    os.utime(before, (990, 990))
+    ResponseStore(tmp_path, 1 << 20, 120.0, clock).close()
+    assert before.exists()  # a router of the version before may write to it
+    os.utime(before, (900, 900))
     store = ResponseStore(tmp_path, 1 << 20, 120.0, clock)
     assert store.get("t", "b") == stored("b", "a") and store.items("t", ["msg_a"], MOST).keys() == {"msg_a"}
     assert store.get("t", "c") is None and store.get("t", "d") is None and not before.exists()
