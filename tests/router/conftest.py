@@ -522,6 +522,16 @@ class Stack:
         connection.sendall(head.encode() + data)
         return connection
 
+    @staticmethod
+    def read_until(connection: socket.socket, wanted: bytes) -> bytes:
+        """All that comes on a connection up to `wanted`: an answer's head and its parts may come apart."""
+        received = b""
+        while wanted not in received:
+            part = connection.recv(1 << 16)
+            assert part, received
+            received += part
+        return received
+
     def pool(self) -> ThreadPoolExecutor:
         """Threads for requests that wait."""
         return ThreadPoolExecutor(4)

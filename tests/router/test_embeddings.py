@@ -177,5 +177,5 @@ def test_a_request_whose_replica_dies_goes_to_another(make_stack: Any, make_repl
             asked, other = other, asked
         other.reply = embeds
         asked.die()
-        assert b'"embedding":[' in connection.recv(1 << 16)
+        stack.read_until(connection, b'"embedding":[')
     assert other.requests()[0].output_ids == []

@@ -475,7 +475,7 @@ def test_a_stream_that_is_broken_off_leaves_no_branch(client: Client, stack: Any
     fake.allow(2)
     body = {"model": "tiny", "prompt": " a", "stream": True, "program": {"id": "p", "branch": "b", "continues": True}}
     connection = stack.raw("/v1/completions", body)
-    assert b"The" in connection.recv(1 << 16)
+    stack.read_until(connection, b"The")
     assert client.post(" b", program=NEXT).status_code == 409  # one request at a time
     connection.close()
     stack.idle()
@@ -491,12 +491,11 @@ def test_an_error_within_a_stream_leaves_no_branch(client: Client, stack: Any) -
     fake.allow(1)
     body = {"model": "tiny", "prompt": " a", "stream": True, "program": {"id": "p", "branch": "b", "continues": True}}
     connection = stack.raw("/v1/completions", body)
-    assert b"The" in connection.recv(1 << 16)
+    stack.read_until(connection, b"The")
     name = fake.requests()[-1].request_id
     failed = Output(request_id=name, finish_reason="error", failure=Failure("internal", "broken"))
     stack.server.do(_fail(stack, failed))
-    while b"internal_error" not in connection.recv(1 << 16):
-        pass
+    stack.read_until(connection, b"internal_error")
     connection.close()
     fake.allow(None)
     assert client.post(" b", program=NEXT).status_code == 409
@@ -514,14 +513,12 @@ def test_a_resumed_stream_leaves_its_whole_text(make_stack: Any, make_replica: A
         fake.allow(2)
     body = {"model": "tiny", "prompt": "Hello", "stream": True, "max_tokens": 5, "program": {"id": "p", "branch": "b"}}
     connection = stack.raw("/v1/completions", body)
-    assert b"The" in connection.recv(1 << 16)
+    stack.read_until(connection, b"The")
     first, second = sorted(fakes, key=lambda fake: len(fake.requests()), reverse=True)
     first.wait_for(lambda: first.sent == 2)
     first.die()
     second.allow(None)
-    received = b""
-    while b"[DONE]" not in received:
-        received += connection.recv(1 << 16)
+    stack.read_until(connection, b"[DONE]")
     connection.close()
     client = Client(stack.url)
     with client.http:
