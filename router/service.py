@@ -35,7 +35,7 @@ from router.replicas import Replicas
 from router.resume_pace import ResumePace
 from router.sse import unless_gone
 from router.tokenizer import Tokenizer
-from router.turns import TurnThreads
+from worker.client_turns import ClientTurns
 from worker.messages import Adapter, AdapterChange, Failure, Generate, Output, Release, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,6 @@ GREEDY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, se
 # time between two requests does not make up for that.
 LEAST_PREFETCHED = 256  # characters
 LOWEST_PRIORITY = -(1 << 31)
-# Short texts that threads find without the event loop. At 0, each text waits for the loop: 600 texts of 0.6 ms, with
-# work of 3 ms on the loop at the same time, took 2.5 s by the median, and 0.2 to 0.3 s with 32.
-TEXTS_AHEAD = 32
 LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
 
 
@@ -148,8 +145,8 @@ class Service:
         self._fleet = fleet
         self._resume_pace = ResumePace(self._resume_rate)
         self.replicas.on_adapters = self._hear
-        self._texts = TurnThreads(min(4, os.cpu_count() or 1), "text", ahead=TEXTS_AHEAD)
-        self._long_texts = TurnThreads(2, "long-text", each=1)
+        self._texts = ClientTurns(min(4, os.cpu_count() or 1), "text")
+        self._long_texts = ClientTurns(2, "long-text", each=1)
         for name, path in (adapters or {}).items():
             self._take(Adapter(name, path))
 
@@ -263,12 +260,11 @@ class Service:
         threads of their own, so that short texts never wait for them, and clients take turns. If the client leaves
         first, raises ClientGone, and what has not begun is dropped."""
         threads, client = self._threads(num_bytes), claimant(request)
+        at_once = threads is self._texts and threads.has_room(client)  # and soon over
         done = threads.run(client, work, *arguments)
-        if threads is self._texts and threads.has_room(client):  # at once, and soon over
-            return await done
-        return await unless_gone(request.scope, request.receive, done)
+        return await (done if at_once else unless_gone(request.scope, request.receive, done))
 
-    def _threads(self, num_bytes: int) -> TurnThreads:
+    def _threads(self, num_bytes: int) -> ClientTurns:
         return self._long_texts if num_bytes > LONG_TEXT_BYTES else self._texts
 
     async def generate(

@@ -22,7 +22,7 @@ from router.protocols.responses_objects import ResponseFailed
 from router.protocols.responses_writer import ResponsesFormat, written
 from router.shares import Shares
 from router.sse import Emit
-from router.turns import TurnThreads
+from worker.client_turns import ClientTurns
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,6 @@ Result = TypeVar("Result")
 Work = Callable[[ResponseStore], Result]
 
 READERS = 2
-WRITES_AHEAD = 8  # that a thread finds without the event loop, which may be busy for longer than a write takes
 BEAT_S = 0.25  # also how long events of a background response wait for each other
 POLL_S = 0.1
 EVENTS = 512  # in one read
@@ -45,7 +44,7 @@ class KeptResponses:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._opening = threading.Lock()
-        self._readers, self._writer, self._beater = _Lane(READERS), _Lane(1, WRITES_AHEAD), _Lane(1, WRITES_AHEAD)
+        self._readers, self._writer, self._beater = _Lane(READERS), _Lane(1), _Lane(1)
         self._lanes = self._readers, self._writer, self._beater
         self.news = News(self)
 
@@ -72,7 +71,8 @@ class KeptResponses:
     async def close(self) -> None:
         self.news.close()
         for lane in self._lanes:
-            await lane.turns.end()
+            lane.turns.close()
+            await asyncio.to_thread(lane.turns.wait)
             for store in lane.free:
                 store.close()
 
@@ -108,8 +108,8 @@ class KeptResponses:
 class _Lane:
     """Threads for one kind of work, and a connection for each. `missing`: connections that are not open yet."""
 
-    def __init__(self, threads: int, ahead: int = 0) -> None:
-        self.turns = TurnThreads(threads, "responses", ahead=ahead)
+    def __init__(self, threads: int) -> None:
+        self.turns = ClientTurns(threads, "responses")
         self.free: list[ResponseStore] = []
         self.missing = threads
 

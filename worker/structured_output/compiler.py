@@ -14,10 +14,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from worker.client_turns import ClientTurns
 from worker.messages import Grammar
 from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
 from worker.structured_output.call_formats import MARKERS
-from worker.structured_output.client_turns import ClientTurns
 from worker.structured_output.compilation import keeps_markers_apart, kept_apart
 from worker.structured_output.engines import LLGUIDANCE, CompiledText
 from worker.structured_output.error import CompilerUnavailable, GrammarError
@@ -98,8 +98,8 @@ class GrammarCompiler:
         self._room = threading.Condition()
         self._bytes = 0  # of all grammars, in the cache or held by requests
         self._closed = threading.Event()
-        self._compiling = ClientTurns(_AT_ONCE, _OF_ONE_CLIENT, "grammar")
-        self._judging = ClientTurns(2, 1, "answers")
+        self._compiling = ClientTurns(_AT_ONCE, "grammar", each=_OF_ONE_CLIENT)
+        self._judging = ClientTurns(2, "answers", each=1)
         if (self._model_dir / "tokenizer.json").is_file():  # otherwise requests with a grammar get an error
             self._compiling.submit("", self._process.start)
             self._compiling.submit("", self._lazy_vocabulary)

@@ -21,7 +21,7 @@ from router.config import RouterConfig
 from router.protocols.response_store import FILE, ResponseStore
 from router.protocols.responses_runs import READERS
 from router.tokenizer import Tokenizer
-from router.turns import TurnThreads
+from worker.client_turns import ClientTurns
 from worker.messages import Generate
 
 from ...server.bodies import JUNK
@@ -502,13 +502,13 @@ def test_a_client_that_reads_much_keeps_no_other_waiting(
 
     monkeypatch.setattr(ResponseStore, "response", counts)
     waiting: list[int] = []
-    run = TurnThreads.run
+    run = ClientTurns.run
 
-    async def counted(self: TurnThreads, client: Any, work: Any) -> Any:
+    async def counted(self: ClientTurns, client: Any, work: Any) -> Any:
         waiting.append(1)
         return await run(self, client, work)
 
-    monkeypatch.setattr(TurnThreads, "run", counted)
+    monkeypatch.setattr(ClientTurns, "run", counted)
     with ThreadPoolExecutor(21) as threads:
         many = [threads.submit(one.retrieve, made[one]) for _ in range(20)]
         until_true(lambda: len(waiting), lambda count: count == 20)

@@ -1,9 +1,11 @@
 """Threads that work for clients by turns."""
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -11,22 +13,25 @@ _Work = Callable[[], Any]
 
 
 class ClientTurns:
-    """Threads for work that takes seconds. The clients that wait are served one after the other, each with one piece
-    of its work. No client has more than `each` of the threads at once, so that others find one free. Work whose future
-    is cancelled before its turn leaves the queue."""
+    """Threads whose clients are served one after the other where all threads are busy, each with one piece of its work,
+    so that no client waits for another's queue. Work whose future is cancelled before its turn leaves the queue."""
 
-    def __init__(self, threads: int, each: int, name: str) -> None:
+    def __init__(self, threads: int, name: str, each: int | None = None) -> None:
+        """`each`: the most threads that one client has at once, so that others find one free."""
         self._threads = ThreadPoolExecutor(threads, name)
-        self._each = each
+        self._count = threads
+        self._each = each or threads
         self._lock = threading.Lock()
-        self._lines: dict[str, dict[Future[Any], _Work]] = {}  # the client that is next comes first
+        self._lines: dict[str, dict[Future[Any], None]] = {}  # the client that is next comes first
+        self._waiting: dict[Future[Any], tuple[_Work, set[str]]] = {}  # with the clients in whose lines it is
         self._busy: Counter[str] = Counter()
 
     def submit(self, client: str, work: Callable[[], Result]) -> "Future[Result]":
         """The result of `work`. Raises RuntimeError after `close`."""
         future: Future[Result] = Future()
         with self._lock:
-            self._lines.setdefault(client, {})[future] = work
+            self._waiting[future] = work, set()
+            self._stand(client, future)
         try:
             self._threads.submit(self._work)
         except RuntimeError:
@@ -36,21 +41,29 @@ class ClientTurns:
             future.add_done_callback(self._leave)
         return future
 
+    async def run(self, client: str, work: Callable[..., Result], *arguments: object) -> Result:
+        """As `submit`, from an event loop. Of a task that is cancelled, work that has not begun is dropped."""
+        return await asyncio.wrap_future(self.submit(client, partial(work, *arguments)))
+
     def join(self, client: str, future: "Future[Any]") -> None:
         """Lets this client wait for what another has submitted: it may be done in the turn of either. Raises
         RuntimeError after `close`."""
         with self._lock:
-            work = next((line[future] for line in self._lines.values() if future in line), None)
-            if work is None:
+            if future not in self._waiting:
                 return  # it has begun
-            self._lines.setdefault(client, {})[future] = work
+            self._stand(client, future)
         self._threads.submit(self._work)
+
+    def has_room(self, client: str) -> bool:
+        """Whether work of this client would begin at once."""
+        with self._lock:
+            return not self._waiting and self._busy.total() < self._count and self._busy[client] < self._each
 
     def close(self) -> None:
         """Cancels what waits. Call `wait` for what runs."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            waiting = {future for line in self._lines.values() for future in line}
+            waiting = list(self._waiting)
         for future in waiting:
             future.cancel()
 
@@ -75,24 +88,30 @@ class ClientTurns:
             client = next((name for name in self._lines if self._busy[name] < self._each), None)
             if client is None:
                 return None
-            line = self._lines.pop(client)
-            future = next(iter(line))
-            work = line.pop(future)
-            if line:
-                self._lines[client] = line  # behind the others
-            self._remove(future)
+            future = next(iter(self._lines[client]))
+            work = self._remove(future)
+            if client in self._lines:
+                self._lines[client] = self._lines.pop(client)  # behind the others
             self._busy[client] += 1
             return client, future, work
 
+    def _stand(self, client: str, future: "Future[Any]") -> None:
+        self._lines.setdefault(client, {})[future] = None
+        self._waiting[future][1].add(client)
+
     def _leave(self, future: "Future[Any]") -> None:
-        if future.cancelled():
-            with self._lock:
+        with self._lock:
+            if future in self._waiting:
                 self._remove(future)
 
-    def _remove(self, future: "Future[Any]") -> None:
-        for client, line in list(self._lines.items()):
-            if line.pop(future, None) is not None and not line:
+    def _remove(self, future: "Future[Any]") -> _Work:
+        work, clients = self._waiting.pop(future)
+        for client in clients:
+            line = self._lines[client]
+            del line[future]
+            if not line:
                 del self._lines[client]
+        return work
 
 
 def _do(future: "Future[Any]", work: _Work) -> None:
