@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
@@ -15,11 +14,12 @@ from router.config import RouterConfig
 from router.errors import ApiError
 from router.key_file import ANYBODY, ApiClient, keyed, read_keys
 from router.metrics import Metrics
+from worker.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0  # how often the key file is looked at, while requests come
-AUDIT_S, MOST_TOLD = 60.0, 10  # lines about refused keys in a time
+AUDIT_S, MOST_TOLD = 60.0, 10  # lines about refused keys in a time: a client may try many
 MOST_PATH, DIGEST_CHARS = 200, 8  # characters in such a line
 
 
@@ -52,7 +52,7 @@ class Keys:
         self._seen = None if self._file is None else file_state(self._file)
         self._clients = self._by_digest({} if self._file is None else _read(self._file))
         self._looked_s = clock()
-        self._audit = RefusedKeys(clock)
+        self._audit = SparseLog(log, AUDIT_S, clock, MOST_TOLD)
 
     def __bool__(self) -> bool:
         return bool(self._clients)
@@ -78,10 +78,10 @@ class Keys:
             if client is not None:
                 break
         else:
-            self._audit.refused(request, token, "it is not known")
+            self._refused(request, token, "it is not known")
             raise _unauthorized("The API key is not one that this server accepts.")
         if client.expires is not None and client.expires <= self._now():
-            self._audit.refused(request, token, f"that of {client.name} has expired")
+            self._refused(request, token, f"that of {client.name} has expired")
             raise _unauthorized("The API key has expired.")
         request.state.client = client
 
@@ -107,6 +107,15 @@ class Keys:
         else:
             log.info("read %s again: %d keys", self._file, len(self._clients))
 
+    def _refused(self, request: Request, token: bytes, why: str) -> None:
+        """Writes to the log where a refused key came from, and for which path; never the key itself."""
+        peer = "nowhere" if request.client is None else request.client.host
+        # As `sha256sum` has it, so that an operator can look for a key. A digest that short does not tell the key.
+        digest = hashlib.sha256(token).hexdigest()[:DIGEST_CHARS]
+        path = request.scope.get("path", "")[:MOST_PATH]
+        text = "a key was refused, since %s: %r asked by %s, SHA-256 of the key %s..."
+        self._audit.warning(text, why, path, peer, digest)
+
     def _by_digest(self, clients: dict[str, ApiClient]) -> dict[bytes, ApiClient]:
         known = {self._digest(key.encode()): client for key, client in {**self._own, **clients}.items()}
         if self._metrics is not None:
@@ -115,34 +124,6 @@ class Keys:
 
     def _digest(self, token: bytes) -> bytes:
         return hashlib.blake2b(token, key=self._salt, digest_size=16).digest()
-
-
-class RefusedKeys:
-    """The lines of the log about keys that were refused: from which address, and for which path. A key itself is in
-    none of them.
-    Their number is bounded: a client may try many."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._until_s = -math.inf  # when the next lines may be written
-        self._told = self._untold = 0
-
-    def refused(self, request: Request, token: bytes, why: str) -> None:
-        """Writes a line about a key, unless there were too many of late."""
-        if self._clock() >= self._until_s:
-            if self._untold:
-                log.warning("%d further requests with keys that are refused came in %g s", self._untold, AUDIT_S)
-            self._until_s, self._told, self._untold = self._clock() + AUDIT_S, 0, 0
-        if self._told == MOST_TOLD:
-            self._untold += 1
-            return
-        self._told += 1
-        peer = "nowhere" if request.client is None else request.client.host
-        # As `sha256sum` has it, so that an operator can look for a key. A digest that short does not tell the key.
-        digest = hashlib.sha256(token).hexdigest()[:DIGEST_CHARS]
-        path = request.scope.get("path", "")[:MOST_PATH]
-        text = "a key was refused, since %s: %r asked by %s, SHA-256 of the key %s..."
-        log.warning(text, why, path, peer, digest)
 
 
 def client_of(request: Request) -> ApiClient:

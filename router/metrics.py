@@ -245,8 +245,8 @@ class Metrics:
         self.taken_out = counter(
             "shoal_replicas_taken_out",
             "Times that a replica got no more requests: it was connected and silent, its connection was lost, its "
-            "work did not get on (hung), it speaks a protocol that this router does not (protocol), or the connection "
-            "ended with an error in this router (error)",
+            "work did not get on (hung), it has a protocol that this router has not, or does not encrypt (protocol), "
+            "or the connection ended with an error in this router (error)",
             *("model", "reason"),
         )
         self.missed_deadlines = counter(

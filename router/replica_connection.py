@@ -50,6 +50,7 @@ from worker.messages import (
     encode,
     work_together,
 )
+from worker.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,9 @@ MAX_UNREAD_TOKENS = 2048
 # Bytes of a frame that takes a turn of the event loop for itself: a piece of a snapshot, or a step's many events. A
 # router that starts while many replicas run gets many of them at once.
 LARGE_FRAME = 1 << 14
+HANDSHAKE_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 class _Left(Exception):
@@ -82,6 +86,10 @@ class _OtherProtocol(Exception):
     def __init__(self, protocol: int) -> None:
         super().__init__(f"protocol {protocol}")
         self.protocol = protocol
+
+
+class _NoHandshake(Exception):
+    """The process at the replica's address does not encrypt, as replicas of older versions do not."""
 
 
 class ReplicaConnection:
@@ -128,7 +136,8 @@ class ReplicaConnection:
         self._socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_S * 1000))
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MAX_S * 1000))
         curve.calls(self._socket)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(HANDSHAKE_EVENTS | zmq.EVENT_DISCONNECTED)
+        self._strangers = SparseLog(self._log)
 
     async def run(self, changed: Callable[[], None]) -> float | None:
         """Returns when the connection is lost: seconds until the next may be tried, None if none could do better. Calls
@@ -136,7 +145,7 @@ class ReplicaConnection:
         taken_away, reason = False, "lost"
         try:
             self._socket.connect(self._address)
-            await self._event(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            await self._handshake()
             self.connected = True
             self._fleet.join(self.replica_id)
             self.send(self._subscription(self._fleet.length_samples()))
@@ -160,6 +169,13 @@ class ReplicaConnection:
                 "refused replica %s at %s: it speaks protocol %d, this router %d; only neighbours work together: "
                 "upgrade the older of them",
                 *(self.replica_id, self._address, error.protocol, PROTOCOL),
+            )
+            return None
+        except _NoHandshake:
+            self._metrics.taken_out("protocol")
+            self._log.error(
+                "refused replica %s at %s: it does not encrypt as this router does; is it of another version?",
+                *(self.replica_id, self._address),
             )
             return None
         except Exception:  # our own mistake, or the replica's: no request may hang because of it
@@ -263,6 +279,15 @@ class ReplicaConnection:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
+
+    async def _handshake(self) -> None:
+        """Returns when the replica and this router know each other. Raises _NoHandshake if they never will."""
+        while (event := (await recv_monitor_message(self._monitor))["event"]) != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                raise _NoHandshake
+            if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # it may have ended just now, too
+                text = "replica %s at %s hangs up before it says who it is; is it another server's?"
+                self._strangers.warning(text, self.replica_id, self._address)
 
     async def _event(self, wanted: int) -> None:
         while (await recv_monitor_message(self._monitor))["event"] != wanted:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import zmq
 
 from radix.events import Stored
 from radix.node import pack
@@ -18,6 +19,7 @@ from router.metrics import Metrics
 from router.replica_stream import ReplicaLost
 from router.replicas import Replicas
 from tests.plane import SECRET
+from worker.curve import REPLICA, Curve, Door
 from worker.messages import (
     PROTOCOL,
     CacheEvents,
@@ -384,6 +386,28 @@ def test_a_replica_of_a_far_version_is_refused_by_name(
     stack.replicas.set_replicas({"r0": near.address})
     stack.until(lambda: "far" not in stack.replicas._tasks)
     fake.die()
+
+
+def test_who_does_not_encrypt_or_has_another_secret_is_named(
+    make_stack: Make, make_replica: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replica of a version before encryption is not tried again. Another server's may be about to end."""
+    near = make_replica()
+    stack = make_stack(near)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as plain, context.socket(zmq.ROUTER) as foreign:
+        door = Door(context, Curve(bytes(32), REPLICA), {foreign: 1000})
+        ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (plain, foreign)]
+        addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
+        stack.replicas.set_replicas({"old": addresses[0], "foreign": addresses[1], "r0": near.address})
+        stack.until(lambda: stack.metric('shoal_replicas_taken_out_total{model="tiny",reason="protocol"}') == 1)
+        stack.until(lambda: stack.replicas._tasks["old"].done())
+        stack.until(lambda: door.refused > 2)
+        stack.replicas.set_replicas({"r0": near.address})
+        stack.until(lambda: len(stack.replicas._tasks) == 1)
+        door.close()
+    assert stack.replicas.ready == {"r0"}
+    assert f"refused replica old at {addresses[0]}" in caplog.text
+    assert caplog.text.count(f"replica foreign at {addresses[1]} hangs up") == 1
 
 
 def test_what_is_no_message_breaks_the_connection(make_stack: Make, make_replica: Make) -> None:

@@ -141,12 +141,13 @@ def test_strangers_are_counted_and_fill_no_log(listener: Listener, caplog: pytes
 
 
 def test_warnings_that_come_often_are_written_seldom(caplog: pytest.LogCaptureFixture) -> None:
-    now_s = 0.0
-    sparse = SparseLog(logging.getLogger("test"), every_s=10, clock=lambda: now_s)
-    for second in range(25):
-        now_s = float(second)
-        sparse.warning("from %s", "somebody")
-    assert [record.args for record in caplog.records] == [("somebody",), ("somebody", 9), ("somebody", 9)]
+    for most, left_out in ((1, [0, 9, 9]), (3, [0, 0, 0, 7, 0, 0, 7, 0, 0])):
+        seconds = iter(range(25))
+        sparse = SparseLog(logging.getLogger("test"), every_s=10, clock=seconds.__next__, most=most)
+        for _ in range(25):
+            sparse.warning("from %s", "somebody")
+        assert [record.args for record in caplog.records] == [("somebody", *filter(None, [n])) for n in left_out]
+        caplog.clear()
 
 
 def test_a_secret_has_a_length() -> None:
