@@ -34,8 +34,6 @@ from router.protocols.responses_objects import ENDED, OutputItem, ResponseError,
 
 log = logging.getLogger(__name__)
 
-log = logging.getLogger(__name__)
-
 FILE = "responses-2.sqlite3"  # the number is the layout's
 BEFORE = "responses-1.sqlite3"
 BUSY_S = 10.0

@@ -671,6 +671,15 @@ def test_autoscaled_replicas_have_room_and_serve_lets_their_numbers_change() -> 
         render(values | {"replicas": 4}, "try")
 
 
+def test_stored_responses_are_a_pods_own_where_machines_may_share_the_claim() -> None:
+    shared, own, none = {"create": True}, {"create": True, "accessModes": ["ReadWriteOnce"]}, dict[str, Any]()
+    for cache, is_apart in ((shared, True), ({"existingClaim": "models"}, True), (own, False), (none, False)):
+        values = {"cache": cache, "replicas": 1, "routers": 1}
+        volumes = {volume["name"]: volume for volume in workers(values)["template"]["spec"]["volumes"]}
+        mounted = {mount["mountPath"]: mount["name"] for mount in container(workers(values))["volumeMounts"]}
+        assert ("emptyDir" in volumes.get(mounted.get("/cache/shoal/responses", ""), {})) == is_apart
+
+
 def test_without_a_router_the_heads_proxy_answers() -> None:
     """On workers the same variable would put the answer in front of every router."""
     named = [
@@ -694,5 +703,5 @@ def test_other_pods_reach_requests_kuberay_and_metrics_alone() -> None:
         inside, *outside = policy["ingress"]
         assert inside == {"from": [{"podSelector": {"matchLabels": pods}}]}
         open_ports = {port["port"] for rule in outside if "from" not in rule for port in rule["ports"]}
-        assert open_ports == ({8000, 8265} if "networkPolicy" in values else {8000, 8265, 8080, 9101})
+        assert open_ports == ({8000, 8265} if "networkPolicy" in values else {8000, 8265, 8080, 9101, 44217, 44227})
         assert all(rule.get("from", [prometheus]) == [prometheus] for rule in outside)

@@ -109,6 +109,8 @@ applications:
 memory (by default), gpus. */}}
 {{- define "shoal.pod" -}}
 {{- $values := .root.Values -}}
+{{- $claim := ternary (include "shoal.claim" .root) "" (eq .container "ray-worker") -}}
+{{- $ownResponses := and $claim (has "ReadWriteMany" $values.cache.accessModes) -}}
 metadata:
   labels:
     {{- include "shoal.podLabels" .root | nindent 4 }}
@@ -193,6 +195,11 @@ spec:
       volumeMounts:
         - name: cache
           mountPath: /cache
+        {{- if $ownResponses }}
+        # A file of SQLite, which machines must not share.
+        - name: responses
+          mountPath: /cache/shoal/responses
+        {{- end }}
         {{- if $values.apiKey.existingSecret }}
         - name: api-keys
           mountPath: /etc/shoal
@@ -203,14 +210,17 @@ spec:
         {{- end }}
   volumes:
     - name: cache
-      {{- $claim := include "shoal.claim" .root }}
-      {{- if and $claim (eq .container "ray-worker") }}
+      {{- if $claim }}
       persistentVolumeClaim:
         claimName: {{ $claim }}
       {{- else }}
       emptyDir:
         sizeLimit: {{ $values.cache.size }}
       {{- end }}
+    {{- if $ownResponses }}
+    - name: responses
+      emptyDir: {}
+    {{- end }}
     {{- if $values.apiKey.existingSecret }}
     - name: api-keys
       secret:
