@@ -273,14 +273,24 @@ class _Run:
         self.is_kept.set_result(None)
         try:
             if await self._make():
-                end = kept.beat(self._tenant, lambda store: store.put(self._tenant, self._stored, new=False))
-                ending = asyncio.ensure_future(end)
+                ending = asyncio.ensure_future(self._keep_end())
                 while not ending.done():  # a stop that comes now is too late
                     with contextlib.suppress(asyncio.CancelledError):
                         await asyncio.wait([ending])
                 ending.result()
         finally:
             news.end(self._tenant, self.name)
+
+    async def _keep_end(self) -> None:
+        """Keeps the response as it has ended. Raises ApiError if that fails until others take it as lost."""
+        while True:
+            try:
+                end = self._kept.beat(self._tenant, lambda store: store.put(self._tenant, self._stored, new=False))
+                return await end
+            except ApiError as error:
+                if not self._may_try_again(error):
+                    raise
+            await asyncio.sleep(BEAT_S)
 
     async def _make(self) -> bool:
         """Makes the response, and keeps its events. Returns whether it is still wanted."""
@@ -316,7 +326,7 @@ class _Run:
         try:
             is_wanted = await self._kept.beat(self._tenant, lambda store: store.beat(self.name, status, events))
         except ApiError as error:
-            if error.status != 503 or monotonic() > self._beaten_s + STALE_S:  # others take it as lost
+            if not self._may_try_again(error):
                 raise
             self._events = events + self._events
             return True
@@ -324,6 +334,10 @@ class _Run:
         if is_wanted and events:
             self._kept.news.tell(self._tenant, self.name, events[-1][0])
         return is_wanted
+
+
+    def _may_try_again(self, error: ApiError) -> bool:
+        return error.status == 503 and monotonic() <= self._beaten_s + STALE_S  # others take it as lost then
 
 
 async def follow(kept: KeptResponses, tenant: str, response_id: str, after: int, emit: Emit) -> None:

@@ -553,22 +553,29 @@ def test_followers_decode_nothing_and_look_only_where_there_is_something(
     assert batches <= 6, looks  # of its beats, whatever the number of polls
 
 
-def test_a_disk_that_fails_for_a_moment_loses_no_event(
+def test_a_disk_that_fails_for_a_moment_loses_neither_event_nor_end(
     says: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = says(THOUGHT)
-    beat = ResponseStore.beat
-    failures = iter(range(3))
+    failures = {"beat": 3, "end": 2}
 
-    def fails(*arguments: Any) -> bool:
-        if next(failures, None) is not None:
-            raise sqlite3.OperationalError("disk full")
-        return beat(*arguments)
+    def failing(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def fails(*arguments: Any, **named: Any) -> Any:
+            if (name == "beat" or named.get("new") is False) and failures[name]:
+                failures[name] -= 1
+                raise sqlite3.OperationalError("disk full")
+            return work(*arguments, **named)
 
-    monkeypatch.setattr(ResponseStore, "beat", fails)
+        return fails
+
+    monkeypatch.setattr(ResponseStore, "beat", failing("beat", ResponseStore.beat))
+    monkeypatch.setattr(ResponseStore, "put", failing("end", ResponseStore.put))
     events = list(ask(stack, background=True, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert events[-1].type == "response.completed" and next(failures, None) is None
+    assert events[-1].type == "response.completed" and failures["beat"] == 0
+    made = events[-1].response.id
+    until_true(lambda: stack.client.responses.retrieve(made).status, lambda status: status == "completed")
+    assert failures["end"] == 0
 
 
 # ---------------------------------------------------------------- what requests refer to has bounds
