@@ -79,7 +79,7 @@ check-docs: env  ## the pages that are made from the code are as the code says
 	$(BIN)/python -m bench.results --check
 
 computing: env
-	$(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu" $(SAYS)
+	$(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu and not rehearsal" $(SAYS)
 
 serving: env
 	$(BIN)/pytest -m "(ray or gpu) and not bench and not rehearsal" $(SAYS)

@@ -23,12 +23,12 @@ ALLOWED = {
     "shoal.lang.backends": {"shoal.lang:"},
     "cluster": {"router", "worker"},
     "router": {
-        "radix", "worker.curve", "worker.messages", "worker.sparse_log", "router.formats", "router.protocols",
-        "router.page",
+        "radix", "worker.client_turns", "worker.curve", "worker.messages", "worker.sparse_log", "router.formats",
+        "router.protocols", "router.page",
     },
     "router.formats": {"router:"},
     "router.page": {"router:", "worker.messages"},
-    "router.protocols": {"router:", "router.formats", "worker.messages"},
+    "router.protocols": {"router:", "router.formats", "worker.client_turns", "worker.messages"},
     "worker": {"pipeline:", "radix"},
     "worker.engine": {
         "worker:", "worker.scheduler", "worker.executor", "worker.models", "worker.sampling", "worker.parallel",

@@ -7,7 +7,7 @@ import pytest
 
 from tests.deploy.hosts import SUBNET, Network, cgroups, missing, network
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.rehearsal]
 
 
 @pytest.fixture(params=[False, True], ids=["sshd", "systemd"])
