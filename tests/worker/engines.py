@@ -1,5 +1,6 @@
 """Engines on the CPU that end with their test."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,10 @@ def checked_engines(folder: Path, **defaults: object) -> Iterator[Callable[..., 
     engines: list[Engine] = []
 
     def make(load: Callable[[Path, WorkerConfig], Components] = load_components, **config: object) -> Engine:
-        # No sequence starves: which is preempted must not depend on how fast the machine is.
-        settings = {"device": "cpu", "dtype": "float32", "starvation_s": 3600.0, **defaults, **config}
-        engines.append(Engine(folder, WorkerConfig.model_validate(settings), load=load))
+        settings = {"device": "cpu", "dtype": "float32", **defaults, **config}
+        # Who goes first, starves and is preempted must not depend on how fast the machine is.
+        ticks = itertools.count(0.0, 1e-4)
+        engines.append(Engine(folder, WorkerConfig.model_validate(settings), load=load, clock=lambda: next(ticks)))
         return engines[-1]
 
     yield make
