@@ -9,6 +9,12 @@ from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine, load_components
 
 
+def clock() -> Callable[[], float]:
+    """Seconds that pass as somebody asks: who goes first, starves and is preempted does not depend on the machine."""
+    ticks = itertools.count(0.0, 1e-4)
+    return lambda: next(ticks)
+
+
 @contextmanager
 def checked_engines(folder: Path, **defaults: object) -> Iterator[Callable[..., Engine]]:
     """A function that makes engines for the model in `folder`, in float32. Its keywords are settings, which go before
@@ -17,9 +23,7 @@ def checked_engines(folder: Path, **defaults: object) -> Iterator[Callable[..., 
 
     def make(load: Callable[[Path, WorkerConfig], Components] = load_components, **config: object) -> Engine:
         settings = {"device": "cpu", "dtype": "float32", **defaults, **config}
-        # Who goes first, starves and is preempted must not depend on how fast the machine is.
-        ticks = itertools.count(0.0, 1e-4)
-        engines.append(Engine(folder, WorkerConfig.model_validate(settings), load=load, clock=lambda: next(ticks)))
+        engines.append(Engine(folder, WorkerConfig.model_validate(settings), load=load, clock=clock()))
         return engines[-1]
 
     yield make

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tests.worker.conftest import without_grammars
+from tests.worker.engines import clock
 from tests.worker.references import settings
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine
@@ -43,7 +44,7 @@ def pipeline(
     others = other_ranks(config)
     with ThreadPoolExecutor(len(others)) as threads, ExitStack() as leading:
         followers: list[Future[None]] = [threads.submit(follow, rank) for rank in others]
-        with closing(Engine(folder, config, load=parts)) as engine:
+        with closing(Engine(folder, config, load=parts, clock=clock())) as engine:
             yield engine
             if not fails:
                 engine.check_integrity()

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.worker.engines import clock
 from tests.worker.fakes import FakePending
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine
@@ -35,6 +36,7 @@ def make(fake_parts, request):
             ),
             load=parts,
             on_ready=lambda: ready.append(1),
+            clock=clock(),
         )
         engine.ready = ready
         engines.append((engine, parts))

@@ -18,6 +18,7 @@ from pipeline.padding import mixed_sizes, token_sizes
 from tests.conftest import NIGHTLY
 from tests.worker.adapters import merged, write_adapter
 from tests.worker.conftest import make_tiny, without_grammars
+from tests.worker.engines import clock
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine
 from worker.executor import window_cache
@@ -122,7 +123,7 @@ def triton_engine(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
     def make(folder: Path, **settings) -> tuple[Engine, Ran]:
         config = configured(device, **settings)
-        engines.append(engine := Engine(folder, config, load=no_grammars))
+        engines.append(engine := Engine(folder, config, load=no_grammars, clock=clock()))
         runner = engine.executor
         ran = uncaptured(runner, config) if device == "cpu" else noted(runner._graphs)
         for pool in runner._attention.pools:
