@@ -1,4 +1,4 @@
-"""What one client may do to keep others from a server.
+"""Attacks of one client, which shall keep others from a server.
 
 Each attack goes on until it is cancelled, and then leaves nothing behind: its connections end, its responses in the
 background are cancelled, its programs are ended.
@@ -36,11 +36,11 @@ class Attacker:
         self.ends: list[tuple[str, str]] = []
 
     async def ask(
-        self, path: str, body: dict[str, Any] | None = None, method: str = "POST", hang_up_s: float | None = None
+        self, path: str, body: dict[str, Any] | bytes = b"", method: str = "POST", hang_up_s: float | None = None
     ) -> tuple[int, bytes]:
         """The status and the whole body of an answer. A client that hangs up after `hang_up_s` gets the status 0.
         Raises an error of `GONE` if the connection ends."""
-        sent = b"" if body is None else json.dumps({"model": self.model} | body).encode()
+        sent = body if isinstance(body, bytes) else self.encoded(body)
         parts: list[bytes] = []
         try:
             async with asyncio.timeout(hang_up_s):
@@ -54,7 +54,7 @@ class Attacker:
         return status, b"".join(parts)
 
     async def always(self, at_once: int, one: Callable[[int], Awaitable[Any]]) -> None:
-        """Does something again and again, so often at once."""
+        """Does something again and again, `at_once` times at the same time."""
 
         async def often(number: int) -> None:
             while True:
@@ -69,6 +69,9 @@ class Attacker:
             for number in range(at_once):
                 group.create_task(often(number))
 
+    def encoded(self, body: dict[str, Any]) -> bytes:
+        return json.dumps({"model": self.model} | body).encode()
+
     def head(self, length: int) -> bytes:
         """The head of a request whose body has a length."""
         return (
@@ -77,7 +80,7 @@ class Attacker:
         ).encode()
 
     def text(self, size: int) -> str:
-        """A text of so many bytes, which are as many tokens, that is not cached."""
+        """A text of `size` bytes, which are as many tokens, that is not cached."""
         return f"{uuid4().hex[:16]} {'lorem ipsum ' * (size // 12)}"[:size].ljust(size, "x")
 
     async def end(self) -> None:
@@ -212,7 +215,7 @@ async def leases(attacker: Attacker) -> None:
 
 
 def _prompt(attacker: Attacker, prompt: int, output: int) -> dict[str, Any]:
-    """A request for so many tokens."""
+    """A request with a prompt and an answer of these lengths, in tokens."""
     return {"prompt": attacker.text(prompt), "max_tokens": output, "ignore_eos": True}
 
 
@@ -260,9 +263,9 @@ async def chains(attacker: Attacker) -> None:
 
 async def stored_flood(attacker: Attacker) -> None:
     """4 requests at once whose responses have 4 MB each to be stored."""
+    body = attacker.encoded({"input": _ballast(4 * MIB), "max_output_tokens": 1, "ignore_eos": True})
 
     async def one(number: int) -> None:
-        body = {"input": _ballast(4 * MIB), "max_output_tokens": 1, "ignore_eos": True}
         status, answer = await attacker.ask(RESPONSES, body)
         if status == 200:
             attacker.ends.append(("DELETE", f"{RESPONSES}/{json.loads(answer)['id']}"))
@@ -293,7 +296,7 @@ async def _background(
 
 async def _first_event(attacker: Attacker, body: dict[str, Any]) -> Any:
     """The first event of a stream that is then hung up; None if there is none."""
-    sent = json.dumps({"model": attacker.model, "stream": True} | body).encode()
+    sent = attacker.encoded(body | {"stream": True})
     async with attacker.http.raw() as (reader, writer):
         writer.write(attacker.head(len(sent)).replace(CHAT.encode(), RESPONSES.encode()) + sent)
         while line := await reader.readline():
@@ -303,7 +306,7 @@ async def _first_event(attacker: Attacker, body: dict[str, Any]) -> Any:
 
 
 def _ballast(size: int) -> list[dict[str, Any]]:
-    """Items of so many bytes that no template renders."""
+    """Items of about `size` bytes that no template renders."""
     return [
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r" * size}], "summary": []},
         {"role": "user", "content": "Go."},
@@ -316,10 +319,8 @@ def _ballast(size: int) -> list[dict[str, Any]]:
 async def long_texts(attacker: Attacker) -> None:
     """8 texts of 4 MB at once, to be answered, tokenised and counted, from clients that hang up."""
     text = attacker.text(4 * MIB)
-    chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
-    bodies: itertools.cycle[tuple[str, dict[str, Any]]] = itertools.cycle(
-        [(CHAT, chat), (TOKENIZE, {"prompt": text}), (COUNT_TOKENS, chat)]
-    )
+    chat = attacker.encoded({"messages": [{"role": "user", "content": text}], "max_tokens": 1})
+    bodies = itertools.cycle([(CHAT, chat), (TOKENIZE, attacker.encoded({"prompt": text})), (COUNT_TOKENS, chat)])
 
     async def one(number: int) -> None:
         path, body = next(bodies)
@@ -330,8 +331,8 @@ async def long_texts(attacker: Attacker) -> None:
 
 async def short_texts(attacker: Attacker) -> None:
     """16 texts of 200 kB at once, to be tokenised."""
-    text = attacker.text(200_000)
-    await attacker.always(16, lambda _: attacker.ask(TOKENIZE, {"prompt": text}))
+    body = attacker.encoded({"prompt": attacker.text(200_000)})
+    await attacker.always(16, lambda _: attacker.ask(TOKENIZE, body))
 
 
 async def slow_grammars(attacker: Attacker) -> None:

@@ -1,4 +1,4 @@
-"""A bystander at a server that others attack: how much longer it waits than beside one well-behaved client.
+"""A bystander at a server that others attack: how much longer it waits than alongside one well-behaved client.
 
     shoal bench door                                      # every attack, then all together: some 15 minutes
     shoal bench door --seconds 5 --attacks long_texts slow_grammars
@@ -34,7 +34,7 @@ from typing import Any
 from bench import results
 from bench.door.attacks import ATTACKS, NEIGHBOUR, TOGETHER
 from bench.door.connections import HttpFrom
-from bench.door.paced_client import Answer, PacedClient
+from bench.door.paced_client import PacedClient, Waited
 from bench.load.http import Broken
 from bench.load.options import count, positive
 from bench.replica import dummy_models
@@ -58,11 +58,11 @@ SETTINGS = {
 
 @dataclass
 class Slice:
-    """The bystander's time beside an attack or a neighbour. `statuses`: the answers that the other one got."""
+    """The bystander's time alongside an attack or a neighbour. `statuses`: the answers that the other one got."""
 
-    beside: str
-    answers: list[Answer] = field(default_factory=list)
-    errands: list[Answer] = field(default_factory=list)
+    other: str
+    answers: list[Waited] = field(default_factory=list)
+    errands: list[Waited] = field(default_factory=list)
     statuses: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -71,7 +71,7 @@ class Slice:
 
 
 @dataclass
-class Comparison:
+class AttackRuns:
     """An attack and its controls, over all rounds."""
 
     attack: str
@@ -94,7 +94,7 @@ def quantile_s(slices: Sequence[Slice], q: float) -> float:
 
 
 @dataclass(frozen=True)
-class Site:
+class AttackedServer:
     """Where clients meet a server. `keys`: by client, which are `bystander`, `neighbour` and each attack. `core`: the
     attacker's."""
 
@@ -105,8 +105,8 @@ class Site:
     seed: int
     model: str = MODEL
 
-    async def beside(self, name: str, attacks: Sequence[str], seconds: float, round_number: int = 0) -> Slice:
-        """The bystander beside a client that does some attacks at once. Raises ServerFailed if that client fails."""
+    async def alongside(self, name: str, attacks: Sequence[str], seconds: float, round_number: int = 0) -> Slice:
+        """The bystander alongside a client that does some attacks at once. Raises ServerFailed if that client fails."""
         made = Slice(name)
         http = HttpFrom(self.url, self.keys["bystander"], SOURCE)
         # Arrivals are the same in a control and its attack; texts that were never asked are not.
@@ -161,35 +161,35 @@ class Site:
         raise ServerFailed(f"the server is not at rest {REST_S:g} s after an attack")
 
 
-async def measure(site: Site, attacks: Sequence[str], seconds: float, rounds: int) -> list[Comparison]:
+async def measure(at: AttackedServer, attacks: Sequence[str], seconds: float, rounds: int) -> list[AttackRuns]:
     """Runs all attacks, each after its control. Prints a line for each. Raises ServerFailed."""
-    made = {name: Comparison(name) for name in attacks}
+    made = {name: AttackRuns(name) for name in attacks}
     alone = [name for name in attacks if name != TOGETHER]
-    await site.beside(NEIGHBOUR, [NEIGHBOUR], min(seconds, 5.0))  # to warm it up
+    await at.alongside(NEIGHBOUR, [NEIGHBOUR], min(seconds, 5.0))  # to warm it up
     print(f"{'attack':18}{'p50 ms':>8}{'p99 ms':>8}{'control':>9}{'ratio':>7}{'refused':>9}{'errands s':>11}  attacker")
     for number in range(rounds):
-        for name, comparison in made.items():
-            await site.until_at_rest()
-            comparison.controls.append(await site.beside(NEIGHBOUR, [NEIGHBOUR], seconds, number))
+        for name, runs in made.items():
+            await at.until_at_rest()
+            runs.controls.append(await at.alongside(NEIGHBOUR, [NEIGHBOUR], seconds, number))
             does = (alone or list(ATTACKS)) if name == TOGETHER else [name]
-            comparison.attacked.append(await site.beside(name, does, seconds, number))
-            print(line(comparison), flush=True)
+            runs.attacked.append(await at.alongside(name, does, seconds, number))
+            print(line(runs), flush=True)
     return list(made.values())
 
 
-def line(comparison: Comparison) -> str:
+def line(runs: AttackRuns) -> str:
     """The line of a table, over all rounds so far."""
-    attacked, controls = comparison.attacked, comparison.controls
+    attacked, controls = runs.attacked, runs.controls
     times = [1000 * quantile_s(attacked, q) for q in (0.5, 0.99)]
     errands_s = max(answer.ttft_s for each in attacked for answer in each.errands)
     got = ", ".join(f"{count} {status}" for status, count in attacked[-1].statuses.items())
     return (
-        f"{comparison.attack:18}{times[0]:8.0f}{times[1]:8.0f}{1000 * quantile_s(controls, 0.99):9.0f}"
-        f"{comparison.ratio:7.2f}{len(comparison.refused):9}{errands_s:11.2f}  {got}"
+        f"{runs.attack:18}{times[0]:8.0f}{times[1]:8.0f}{1000 * quantile_s(controls, 0.99):9.0f}"
+        f"{runs.ratio:7.2f}{len(runs.refused):9}{errands_s:11.2f}  {got}"
     )
 
 
-def figures(made: Sequence[Comparison]) -> list[Figure]:
+def figures(made: Sequence[AttackRuns]) -> list[Figure]:
     """The figures of a run."""
     base = "door.bystander"
     ratios = [Figure(f"{base}.ttft_p99.vs_neighbour.{each.attack}", each.ratio, "ratio", False) for each in made]
@@ -200,7 +200,7 @@ def figures(made: Sequence[Comparison]) -> list[Figure]:
     ]
 
 
-def raw(made: Sequence[Comparison]) -> dict[str, Any]:
+def raw(made: Sequence[AttackRuns]) -> dict[str, Any]:
     """What the figures come from: times in milliseconds, by kind."""
 
     def told(each: Slice) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def parser() -> Parser:
         help=f"default: all, one after the other, then {TOGETHER}: those that are named, at once. "
         f"{'; '.join(f'{name}: {(attack.__doc__ or str()).strip()}' for name, attack in ATTACKS.items())}",
     )  # fmt: skip
-    p.add_argument("--seconds", type=positive, default=15.0, metavar="S", help="of an attack, and of its control")
+    p.add_argument("--seconds", type=positive, default=15.0, metavar="S", help="of an attack, and of its control (15)")
     p.add_argument("--rounds", type=count, default=1, metavar="N", help="rounds of all attacks (default 1)")
     p.add_argument("--rate", type=positive, default=8.0, metavar="R", help="streams of the bystander a second (8)")
     p.add_argument("--scheduling-policy", choices=["shortest", "fcfs"], help="of the server (default: its own)")
@@ -259,8 +259,8 @@ def main(argv: list[str] | None = None) -> int:
             if args.scheduling_policy:
                 settings["scheduling_policy"] = args.scheduling_policy
             with server(flags(settings)) as url:
-                site = Site(url, keys, cores[-1], args.rate, args.seed)
-                made = asyncio.run(measure(site, attacks, args.seconds, args.rounds))
+                at = AttackedServer(url, keys, cores[-1], args.rate, args.seed)
+                made = asyncio.run(measure(at, attacks, args.seconds, args.rounds))
     except ServerFailed as error:
         print(f"shoal bench door: {error}", file=sys.stderr)
         return 1

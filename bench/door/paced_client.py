@@ -25,7 +25,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Waited:
     """What became of a stream. `ttft_s`: from the moment when it was due to its first token, or to its error."""
 
     kind: str
@@ -55,10 +55,10 @@ class PacedClient:
     def __init__(self, http: Http, model: str, rate_s: float, random: Random) -> None:
         self._http, self._model, self._rate_s, self._random = http, model, rate_s, random
         self._kinds = itertools.cycle([self._chat, self._completion, self._structured, self._response])
-        self.answers: list[Answer] = []
+        self.answers: list[Waited] = []
         self.kept: list[str] = []  # names of stored responses
 
-    async def run(self, seconds: float) -> list[Answer]:
+    async def run(self, seconds: float) -> list[Waited]:
         """Asks for some time. Returns all answers of this client so far."""
         begun_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -107,19 +107,19 @@ class PacedClient:
         error = await self._refusal(self._send("POST", path, body | {"stream": True, "ignore_eos": True}, take))
         error = error or refused or (None if first_s else "a stream without a token")
         name = kind.__name__.strip("_")
-        self.answers.append(Answer(name, (first_s or time.perf_counter()) - due_s, error))
+        self.answers.append(Waited(name, (first_s or time.perf_counter()) - due_s, error))
 
     # ------------------------------------------------------------ errands
 
-    async def errands(self) -> list[Answer]:
+    async def errands(self) -> list[Waited]:
         """Does each of the things that clients do besides, one after the other. An answer's time is the whole one's."""
         errands = self._read, self._continue, self._long_text, self._in_background
         return [await self._timed(errand) for errand in errands]
 
-    async def _timed(self, errand: Callable[[], Awaitable[None]]) -> Answer:
+    async def _timed(self, errand: Callable[[], Awaitable[None]]) -> Waited:
         begun_s = time.perf_counter()
         error = await self._refusal(errand())
-        return Answer(errand.__name__.strip("_"), time.perf_counter() - begun_s, error)
+        return Waited(errand.__name__.strip("_"), time.perf_counter() - begun_s, error)
 
     async def _read(self) -> None:
         """Reads a response of its own, the one longest there."""
