@@ -201,7 +201,7 @@ def figures(made: Sequence[AttackRuns]) -> list[Figure]:
 
 
 def raw(made: Sequence[AttackRuns]) -> dict[str, Any]:
-    """What the figures come from: times in milliseconds, by kind."""
+    """The times from which the figures come, in milliseconds, by kind."""
 
     def told(each: Slice) -> dict[str, Any]:
         kinds = sorted({answer.kind for answer in each.answers})
@@ -220,7 +220,7 @@ def raw(made: Sequence[AttackRuns]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def pinned(core: int) -> Iterator[None]:
-    """This process, and those that it starts, run on one core."""
+    """A context in which this process, and those that it starts, run on one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

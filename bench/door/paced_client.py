@@ -26,7 +26,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Waited:
-    """What became of a stream. `ttft_s`: from the moment when it was due to its first token, or to its error."""
+    """A stream that was waited for. `ttft_s`: from the moment when it was due to its first token, or to its error."""
 
     kind: str
     ttft_s: float
