@@ -55,6 +55,7 @@ GREEDY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, se
 # A shorter text is computed with the next request. A request of its own costs up to a page and one token more, and the
 # time between two requests does not make up for that.
 LEAST_PREFETCHED = 256  # characters
+MOST_PREFETCHED = 32  # of each client, texts that are computed ahead at once
 LOWEST_PRIORITY = -(1 << 31)
 LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
 
@@ -141,7 +142,7 @@ class Service:
         self._placer = placer
         self._sleep = sleep
         self._placing = 0  # requests for which a replica is looked for
-        self._prefetches: set[asyncio.Task[None]] = set()
+        self._prefetches: dict[asyncio.Task[None], tuple[str, str]] = {}  # with the program, and the client
         self._fleet = fleet
         self._resume_pace = ResumePace(self._resume_rate)
         self.replicas.on_adapters = self._hear
@@ -356,8 +357,11 @@ class Service:
         return self._fleet.resume_rate(self.replicas.closed) / self.replicas.num_routers
 
     def end_program(self, program: str) -> None:
-        """Forgets a program, and ends its leases wherever they are."""
+        """Forgets a program, and ends its leases wherever they are. What was to be computed ahead for it is dropped."""
         self.programs.remove(program)
+        for task, (owner, _) in self._prefetches.items():
+            if owner == program:
+                task.cancel()
         self.replicas.tell_all(Release([program]))
 
     def prefetch(
@@ -365,19 +369,22 @@ class Service:
     ) -> None:
         """Lets the home of a branch compute the constant text that will follow it, unless that is short, or the home is
         full or gone. `ticket`, `user`: those of the request before. The text counts as its client's: without tokens
-        left, nothing is computed ahead."""
+        left, nothing is computed ahead. Nor is it while `MOST_PREFETCHED` texts of the client wait: at the lowest
+        priority, they may wait for ever, and queues would fill with what no request is for."""
         home = self.programs.home(call)
+        client = ticket.client.tenant
         if (
             home is not None
             and home.replica_id in self.replicas.ready
             and call.then is not None
             and len(call.then) >= LEAST_PREFETCHED
             and ticket.has_tokens
+            and sum(of == client for _, of in self._prefetches.values()) < MOST_PREFETCHED
         ):
             text = call.then, cache_salt, ticket, user
             task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, *text))
-            self._prefetches.add(task)
-            task.add_done_callback(self._prefetches.discard)
+            self._prefetches[task] = call.lease.owner, client
+            task.add_done_callback(self._prefetches.pop)
 
     async def _prefetch(
         self,

@@ -54,6 +54,7 @@ BENCHES = {
     "streams": ("bench.replica.streams", "the path between a replica and its clients, at the pace of a GPU"),
     "router": ("bench.placement.router", "the three placements on a trace with shared prefixes"),
     "chaos": ("bench.chaos.command", "a fleet under load whose processes and machines are killed and stopped"),
+    "door": ("bench.door.command", "a bystander at a server that another client attacks"),
     "fleet": ("bench.fleet.command", "placement rules on a simulated fleet, next to those of other systems"),
     "overhead": (
         "bench.overhead.command",

@@ -65,6 +65,7 @@ ALLOWED = {
     "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline", "kernels"},
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
     "bench.chaos": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker"},
+    "bench.door": {"bench:", "bench.load", "bench.replica", "shoal"},
     "bench.fleet": {
         "bench:", "bench.load", "bench.replica.dummy_models", "shoal", "router", "worker", "pipeline", "radix",
     },

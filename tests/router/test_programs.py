@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from router import service
 from router.config import RouterConfig
 from router.output_text import OutputText
 from router.programs import MAX_HEAD_START_S, BranchCall, BranchText, BranchUnknown, Home, Programs, Turn, kept_tokens
@@ -646,6 +647,37 @@ def test_the_text_that_follows_may_be_dropped(client: Client, stack: Any) -> Non
     fake.wait_for(lambda: len(fake.requests()) == 2)
     stack.until(lambda: not stack.service._prefetches)
     assert client.text(" Next:", program=NEXT, max_tokens=1) == "The"
+
+
+def test_texts_that_follow_do_not_pile_up(
+    make_stack: Any, make_replica: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the lowest priority they may wait for ever, in the queues of requests that are waited for."""
+    monkeypatch.setattr(service, "MOST_PREFETCHED", 2)
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    fake = make_replica()
+    fake.reply = lambda request: Output(request_id=request.request_id) if request.priority < 0 else None  # it waits
+    stack = make_stack(fake, config=RouterConfig(api_key_file=keys))
+    one, two = Client(stack.url, key="one"), Client(stack.url, key="two")
+
+    def following() -> list[str]:
+        return [request.request_id for request in fake.requests() if request.priority < 0]
+
+    with one.http, two.http:
+        for branch in "abcd":
+            one.text("Hello", branch, program={"then": " Next:" * 50}, max_tokens=1)
+        fake.wait_for(lambda: len(following()) == 2)
+        two.text("Hello", program={"then": " Next:" * 50}, max_tokens=1)
+        fake.wait_for(lambda: len(following()) == 3)
+        one.http.delete(f"{stack.url}/v1/programs/other")
+        one.http.delete(f"{stack.url}/v1/programs/p")  # what was computed would be of no use any more
+        fake.wait_for(lambda: sorted(fake.aborted()) == sorted(following()[:2]))
+        one.text("Hello", program={"id": "q", "then": " Next:" * 50}, max_tokens=1)
+        fake.wait_for(lambda: len(following()) == 4)
+        one.http.delete(f"{stack.url}/v1/programs/q")
+        two.http.delete(f"{stack.url}/v1/programs/p")
+        stack.until(lambda: not stack.service._prefetches)
 
 
 def test_a_short_text_that_follows_is_left_to_the_next_request(client: Client, stack: Any) -> None:

@@ -7,7 +7,7 @@ With clients in turn, a sequence that has no room closes the step to its own cli
   pages back. So a sequence that needs more than is ever free at once starts, too.
 - **Shares.** A client that holds more than its share of slots or pages (`holdings.py`) keeps no other client back: it
   waits for itself. It gives a sequence back if a client that holds less than its share has no room and is behind, or
-  has waited for `PATIENCE_S`. The last running sequence of a client is never taken.
+  has waited for `PATIENCE_S`, or has nothing that runs. The last running sequence of a client is never taken.
 
 What is given back waits in its client's queue, first of the client's sequences but not before other clients, and goes
 on from the pages that are still cached. Each step, at most one sequence gets room in these ways.
@@ -46,6 +46,7 @@ MOST_WASTED = 2.0  # pages that are given back for each page that is needed, at 
 # How long a client within its share waits for one above it that is not far ahead by its counter. Between clients that
 # are served alike, a sequence ends by then, most often.
 PATIENCE_S = 1.0
+LITTLE = 0.25  # of its share: a client that holds no more does not wait for so long
 HURRY_S = 0.1  # least time between starts of a client for which others give way
 MOST_GIVING_WAY = 16  # sequences that give way to one
 LOOK_EVERY_STEPS = 4  # so often it is looked whether others should give way
@@ -397,20 +398,28 @@ class Admission:
         return overdue if self._running.has_room and overdue.any() else None
 
     def _is_due(self, seq: Sequence, now_s: float) -> bool:
-        """Whether others may have to give way to a sequence: it has waited for `PATIENCE_S`, or is far behind. And its
+        """Whether others may have to give way to a sequence: it need not wait any longer, or is far behind. And its
         client has started nothing for `HURRY_S`."""
         share = seq.share
         if now_s - min(share.started_s, share.tenant.started_s) < HURRY_S:
             return False
-        return now_s - seq.arrived_s >= PATIENCE_S or self._shares.is_behind(share)
+        return self._is_impatient(seq, now_s) or self._shares.is_behind(share)
+
+    def _is_impatient(self, seq: Sequence, now_s: float) -> bool:
+        """Whether a sequence need not wait any longer for what becomes free by itself: it has waited for `PATIENCE_S`,
+        or its tenant holds little. Without the latter, each of the few requests of a tenant would wait that long while
+        another one fills all slots."""
+        if now_s - seq.arrived_s >= PATIENCE_S:
+            return True
+        return self._holdings().has_claim(seq.share.tenant, self._expected_pages(seq), LITTLE)
 
     def _are_ahead(self, seq: Sequence, member: Member, owners: np.ndarray, now_s: float) -> np.ndarray:
-        """Which of the running sequences, of `owners`, may have to give way to `seq` of `member`: all others' if it has
-        waited for long, else those of others that are ahead by more than a client saves up; bool [n]."""
+        """Which of the running sequences, of `owners`, may have to give way to `seq` of `member`: those of others,
+        if it has to wait only those of others that are ahead by more than a client saves up; bool [n]."""
         others: np.ndarray = owners != member.index
         if now_s - member.started_s < HURRY_S:
             return np.zeros_like(others)
-        if now_s - seq.arrived_s < PATIENCE_S:
+        if not self._is_impatient(seq, now_s):
             others &= self._shares.turns_at(owners) > self._shares.turn(member) + CREDIT
         return others
 

@@ -61,6 +61,24 @@ def test_nor_do_those_who_fill_all_slots(ends: int | None) -> None:
     assert len(replica.scheduler.running) == 32  # and nothing is held back
 
 
+@pytest.mark.parametrize("streams", [0, 2])
+@pytest.mark.parametrize(("prompt", "tokens", "count"), [(20, 400, 64), (20, 8000, 64), (100, 100, 300)])
+def test_who_holds_little_waits_for_nothing(prompt: int, tokens: int, count: int, streams: int) -> None:
+    """From the first step of a client that fills all slots, though that client has asked for nothing before."""
+    replica = VirtualReplica(400_000, max_running=32)
+    served_before(replica, "victim", 25_000)
+    for _ in range(streams):
+        replica.send("victim", 20, 4000)
+    waits = []
+    for _ in range(10):
+        while replica.num_live("attacker") < count:
+            replica.send("attacker", prompt, tokens)
+        replica.run(0.5)
+        waits += chat(replica, 0.5)
+    assert max(waits) <= 8 * STEP_S
+    assert len(replica.scheduler.running) == 32
+
+
 def test_users_of_one_client_do_not_fill_its_slots_for_each_other() -> None:
     replica = VirtualReplica(400_000, max_running=16)
     for _ in range(40):
