@@ -9,7 +9,6 @@
 | `placement/` | `router` | placement policies, on a trace with shared prefixes |
 | `fleet/` | `fleet` | placement rules, ours and other systems', on a simulated fleet |
 | `chaos/` | `chaos` | a fleet under load, whose processes and nodes are killed and stopped |
-| `protocols/` | `parser` | what it costs a router to parse answers with thinking and calls |
 | `programs/` | `against_raw`, `speculation` | programs of the language, against the same by plain calls |
 | | `states`, `lost_replica` | thousands of programs in one process, and programs whose replica is killed |
 | `correctness/` | `exactness`, `quality` | whether outputs equal those of transformers, and their quality |
