@@ -9,8 +9,7 @@
 | `placement/` | `router` | placement policies, on a trace with shared prefixes |
 | `fleet/` | `fleet` | placement rules, ours and other systems', on a simulated fleet |
 | `chaos/` | `chaos` | a fleet under load, whose processes and nodes are killed and stopped |
-| `programs/` | `against_raw`, `speculation` | programs of the language, against the same by plain calls |
-| | `states`, `lost_replica` | thousands of programs in one process, and programs whose replica is killed |
+| `programs/` | `against_raw` | programs of the language, against the same by plain calls |
 | `correctness/` | `exactness`, `quality` | whether outputs equal those of transformers, and their quality |
 | | `clients` | what works of the clients that others wrote |
 | `schemas/` | `schemas` | structured output on schemas that people publish |
