@@ -3,7 +3,7 @@
 | folder | commands | measures |
 | --- | --- | --- |
 | `load/` | `serve` | any server that speaks OpenAI's protocol, under load |
-| `replica/` | `offline`, `gpu`, `online`, `host`, `streams` | one replica, from its GPUs to its HTTP clients |
+| `replica/` | `offline`, `gpu`, `online`, `host` | one replica, from its GPUs to its HTTP clients |
 | | `compare` | any of these in this checkout and in an older one |
 | `pipeline/` | `pipeline` | pipelines of several stages, measured and simulated |
 | `placement/` | `router` | placement policies, on a trace with shared prefixes |

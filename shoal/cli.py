@@ -51,7 +51,6 @@ BENCHES = {
         "bench.correctness.clients.command",
         "what works of the clients that others wrote: openai, anthropic, langchain and more",
     ),
-    "streams": ("bench.replica.streams", "the path between a replica and its clients, at the pace of a GPU"),
     "router": ("bench.placement.router", "the three placements on a trace with shared prefixes"),
     "chaos": ("bench.chaos.command", "a fleet under load whose processes and machines are killed and stopped"),
     "fleet": ("bench.fleet.command", "placement rules on a simulated fleet, next to those of other systems"),

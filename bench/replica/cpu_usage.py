@@ -11,7 +11,6 @@ ROLES = {
     "ProxyActor": "proxies",
     "haproxy": "proxies",
     "ray::Rank": "ranks",
-    "bench.replica.mock_replica": "ranks",
 }
 CLIENT, OTHERS = "client", "others"
 
