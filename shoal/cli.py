@@ -58,7 +58,6 @@ BENCHES = {
         "bench.overhead.command",
         "the cost of a router: its CPU time for a token, and what it adds to latencies",
     ),
-    "tools": ("bench.correctness.tools", "calls of tools: whether all are valid, and their throughput next to text"),
     "schemas": ("bench.schemas.command", "published JSON schemas: how many are accepted, whether masks are right"),
     "compare": ("bench.replica.compare", "one of these in this checkout and in an older one, side by side"),
 }
