@@ -198,14 +198,27 @@ def parser() -> Parser:
     p.add_argument("--kv-tokens", type=int, metavar="N", help="tokens in a replica's cache (default: what fits)")
     p.add_argument("--step-ms", type=float, default=50, metavar="MS", help="the longest step (default 50)")
     p.add_argument("--seed", type=int, default=0, help="seed of requests and ties (default 0)")
-    p.add_argument("--name", help="name of the result (default fleet.sim.LOAD; none: no result)")
-    p.add_argument("--out", type=Path, default=results.FOLDER, metavar="FOLDER", help="folder of the result")
+    results.add_options(p, None, "fleet.sim.LOAD; none: no result")
     p.add_argument("--summary", action="store_true", help="write the figures over all loads, and run nothing")
     p.add_argument("--decision", action="store_true", help="measure the CPU time of a placement, and nothing else")
     p.add_argument("--fair", action="store_true", help="measure what a client notices of another one that floods")
     p.add_argument("--death", action="store_true", help="measure what others notice of the streams of a dead replica")
     p.add_argument("--add", action="store_true", help="keep the runs of other rules and levels that the result has")
     return p
+
+
+def _apart(args: argparse.Namespace) -> tuple[str, list[Figure], dict[str, Any]] | None:
+    """Name, figures and raw data of a result that is of no load. None if a load is asked for."""
+    about = {key: getattr(args, key) for key in ("replicas", "routers", "seed")}
+    if args.decision:
+        return decision_name(args.replicas), decision_figures(args.replicas, args.seed), {"about": about}
+    if args.fair:
+        found = fairness(args.levels, args.replicas, args.routers, ReplicaHardware(), args.seed)
+        return "fleet.fair", fair_figures(found), {"about": about, "runs": found}
+    if args.death:
+        found = deaths(args.levels, args.replicas, ReplicaHardware(), args.seed)
+        return "fleet.death", death_figures(found), {"about": about, "runs": found}
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -216,26 +229,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.summary:
             print(f"written: {results.write('fleet.sim', summary(args.out), {}, folder=args.out).name}")
             return 0
-        if args.decision:
-            own, made = decision_name(args.replicas), decision_figures(args.replicas, args.seed)
-            for figure in made:
-                print(f"{figure.name}: {figure.value:,.3f} {figure.unit}")
-            if args.name != "none":
-                about = {"replicas": args.replicas, "seed": args.seed}
-                print(f"written: {results.write(own, made, {'about': about}, folder=args.out).name}")
-            return 0
-        if args.fair or args.death:
-            hardware = ReplicaHardware()
-            if args.fair:
-                found: dict[str, Any] = fairness(args.levels, args.replicas, args.routers, hardware, args.seed)
-            else:
-                found = deaths(args.levels, args.replicas, hardware, args.seed)
-            own, made = ("fleet.fair", fair_figures(found)) if args.fair else ("fleet.death", death_figures(found))
-            for figure in made:
-                print(f"{figure.name}: {figure.value:.3f} {figure.unit}")
-            if args.name != "none":
-                about = {key: getattr(args, key) for key in ("replicas", "routers", "seed")}
-                results.write(own, made, {"about": about, "runs": found}, folder=args.out)
+        if own := _apart(args):
+            prefix, made, raw = own
+            results.publish("none" if args.name == "none" else prefix, made, raw, args.out)
             return 0
         runs = run(args)
     except (ValueError, OSError) as error:

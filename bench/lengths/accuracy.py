@@ -29,7 +29,7 @@ import numpy as np
 import shoal
 from bench.lengths.prompts import KindedPrompt, fetch, prompts
 from bench.load.options import count
-from bench.results import FOLDER, Figure, write
+from bench.results import Figure, add_options, publish
 from shoal.help import Parser
 from worker.lengths import OutputLengthPredictor, kendall_tau
 from worker.messages import Generate, SamplingParams
@@ -116,8 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--packages", type=Path, metavar="DIR", help="folder for the packages; default: a new one")
     p.add_argument("--prompts", type=count, metavar="N", help="number of prompts; default: all, about 2,150")
     p.add_argument("--max-tokens", type=count, default=384, help="limit of an output; default: %(default)s")
-    p.add_argument("--name", default="ranks.accuracy", help="of the result; default: %(default)s")
-    p.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="default: bench/results")
+    add_options(p, "ranks.accuracy")
     args = p.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         packages = args.packages or Path(scratch)
@@ -130,8 +129,6 @@ def main(argv: list[str] | None = None) -> int:
     figures = [
         Figure(f"ranks.{name}", value, units.get(name, "tau"), name not in units) for name, value in found.items()
     ]
-    for figure in figures:
-        print(f"{figure.name:28} {figure.value:.3f} {figure.unit}")
     about = {
         "model": args.model,
         "prompts": len(asked),
@@ -139,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         "cut": sum(output["was_cut"] for output in outputs) / len(outputs),
         "kinds": {kind: sum(prompt.kind == kind for prompt in asked) for kind in sorted({p.kind for p in asked})},
     }
-    print(f"written: {write(args.name, figures, about, folder=args.out)}")
+    publish(args.name, figures, about, args.out)
     return 0
 
 

@@ -36,7 +36,7 @@ from bench.pipeline.layout import ParallelLayout
 from bench.pipeline.simulated_replica import SimulatedReplica
 from bench.pipeline.simulated_site import PLANS, Machines
 from bench.pipeline.simulator import Request, Run, SimulatedClock, simulate
-from bench.results import FOLDER, Figure, write
+from bench.results import Figure, add_options, publish
 from pipeline.cost import CostModel
 from pipeline.padding import PaddedSizes
 from pipeline.roofline import DEVICES, LINKS, MODELS
@@ -178,8 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--tau", type=float, default=0.375, help="default: %(default)s")
     p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     p.add_argument("--levels", type=float, nargs="+", default=[0.5, 0.9, 1.2], help="default: 0.5 0.9 1.2")
-    p.add_argument("--name", help="of the result and its figures; default: ranks.sim.MODEL.tau_TAU")
-    p.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="default: bench/results")
+    add_options(p, None, "ranks.sim.MODEL.tau_TAU")
     args = p.parse_args(argv)
     try:
         rows = [row for row in read(args.trace) if row.prompt_tokens <= MOST_PROMPT][: args.requests]
@@ -200,10 +199,8 @@ def main(argv: list[str] | None = None) -> int:
         for name, higher in (("latency", False), ("wait_p99", False), ("throughput", True)):
             ratio = found["shortest"][name] / found["fcfs"][name]
             figures.append(Figure(f"{title}.{level:.0%}".rstrip("%") + f".{name}_vs_fcfs", ratio, "ratio", higher))
-    for figure in figures:
-        print(f"{figure.name:52} {figure.value:.3f}")
     about = {"capacity_s": capacity_s, "levels": raw, "trace": args.trace.name, "requests": len(whole)}
-    print(f"written: {write(title, figures, about, folder=args.out)}")
+    publish(title, figures, about, args.out)
     return 0
 
 

@@ -112,12 +112,7 @@ def parser() -> Parser:
     p.add_argument("--http", action="store_true", help="also run mini through `shoal serve`")
     p.add_argument("--routers", type=int, metavar="N", help="HTTP processes of that server (default: as `shoal serve`)")
     p.add_argument("--link", choices=("nvlink", "sockets"), help="link between the ranks, which is measured too (GPUs)")
-    p.add_argument(
-        "--name", help="name of the result (default: gpu.MODEL and the layout, after drafts. with --acceptance alone)"
-    )
-    p.add_argument(
-        "--out", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the result (default: bench/results)"
-    )
+    results.add_options(p, None, "gpu.MODEL and the layout, after drafts. with --acceptance alone")
     flags.add(p, WorkerConfig)
     return p
 

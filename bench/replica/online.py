@@ -77,10 +77,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--burst", type=int, default=2000, metavar="N", help="chats at once, 0 for none (default: 2000)")
     p.add_argument("--before", type=Path, metavar="DIR", help="another checkout of Shoal, measured first")
-    p.add_argument("--name", default="gpu.online", help="name of the result (default: %(default)s)")
-    p.add_argument(
-        "--out", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the result (default: bench/results)"
-    )
+    results.add_options(p, "gpu.online")
     flags.add(p, Config, OURS)
     return p
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from bench.load.options import count
 from bench.replica import dummy_models
 from bench.replica.offline_workloads import fresh
-from bench.results import FOLDER, Figure, write
+from bench.results import Figure, add_options, publish
 from cluster.models import resolve
 from shoal.help import Parser
 from worker.config import WorkerConfig
@@ -200,8 +200,7 @@ def parser() -> Parser:
     p.add_argument("--max-running", type=count, default=256, metavar="N", help="default: %(default)s")
     p.add_argument("--requests", type=count, default=1536, metavar="N", help="default: %(default)s")
     p.add_argument("--rounds", type=count, default=3, metavar="N", help="default: %(default)s")
-    p.add_argument("--name", default="schemas.gpu", help="name of the result; default: %(default)s")
-    p.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="default: bench/results")
+    add_options(p, "schemas.gpu")
     return p
 
 
@@ -236,8 +235,6 @@ def run(args: argparse.Namespace, answers: list[Answers]) -> int:
         Figure("schemas.gpu.throughput_vs_text", statistics.median(ratios), "ratio", True),
         Figure("schemas.gpu.output_tok_s", statistics.median(rates["schemas"]), "tokens/s", True),
     ]
-    for figure in figures:
-        print(f"{figure.name:36} {figure.value:.4g}")
     about = {
         "rates": rates,
         "schemas": len(set(job.grammars)),
@@ -247,7 +244,7 @@ def run(args: argparse.Namespace, answers: list[Answers]) -> int:
         "max_running": args.max_running,
         "model": args.model,
     }
-    print(f"written: {write(args.name, figures, about, folder=args.out)}")
+    publish(args.name, figures, about, args.out)
     return 0
 
 
