@@ -45,6 +45,7 @@ from worker.messages import (
     PROTOCOL,
     Abort,
     CacheEvents,
+    Failure,
     Flush,
     Generate,
     Hello,
@@ -293,6 +294,10 @@ class FakeReplica:
 
     def _allow(self, tokens: int | None) -> None:
         self._credit = None if tokens is None else (self._credit or 0) + tokens
+
+    def fail(self, failure: Failure) -> None:
+        """Ends every request so from now on."""
+        self.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=failure)
 
     def hold(self) -> "FakeReplica":
         """No token until some are allowed."""

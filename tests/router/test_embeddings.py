@@ -163,9 +163,7 @@ def test_another_model_is_not_there(embedder: Stack) -> None:
 
 def test_a_replicas_refusal_names_the_input(embedder: Stack) -> None:
     (fake,) = embedder.fakes.values()
-    fake.reply = lambda request: Output(
-        request_id=request.request_id, finish_reason="error", failure=Failure("invalid", "too long", "prompt")
-    )
+    fake.fail(Failure("invalid", "too long", "prompt"))
     answer = httpx.post(f"{embedder.url}/v1/embeddings", json={"model": "tiny", "input": "a"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
 

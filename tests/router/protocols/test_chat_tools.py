@@ -15,7 +15,7 @@ from router.config import RouterConfig
 from router.conversation import Conversation, Message, Tool, ToolCall
 from router.tokenizer import Tokenizer
 from tests.router.protocols.thinking import CALL, THINKER
-from worker.messages import Failure, Generate, Output
+from worker.messages import Failure, Generate
 
 # As gpt-oss's: one call of a message, thinking under another name, results after the last call's name.
 HARMONY_TEMPLATE = (
@@ -278,10 +278,7 @@ def test_whose_schema_is_at_fault_is_named(says: Callable[..., Any]) -> None:
         ("response_format", {"extra_body": {"guided_choice": ["a"]}}, "guided_choice"),
         ("tools", {"response_format": JSON}, "tools"),
     ):
-        failure = Failure("invalid", "not at # is not supported", told)
-        stack.fakes["r0"].reply = lambda request, failure=failure: Output(
-            request_id=request.request_id, finish_reason="error", failure=failure
-        )
+        stack.fakes["r0"].fail(Failure("invalid", "not at # is not supported", told))
         with pytest.raises(openai.BadRequestError) as raised:
             chat(stack, **fields)
         assert raised.value.param == param
