@@ -15,8 +15,8 @@ SAYS = 2>&1 | sed --unbuffered 's/^/$@  /'
 # Where it is set, each of the many processes that tests start would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test quick test-bench nightly fuzz soak rehearse mutants env lint types check-docs model computing serving
-.PHONY: helm-test lock clean
+.PHONY: serve test quick test-kernels test-bench nightly fuzz soak rehearse mutants env lint types check-docs
+.PHONY: model computing serving helm-test lock clean
 
 serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 	@exec $(BIN)/shoal serve $(ARGS)
@@ -24,11 +24,16 @@ serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 # Tests with Ray mostly wait, so the others run beside them.
 test: env lint check-docs model  ## everything that CI runs
 	@$(MAKE) --no-print-directory --jobs 3 types computing serving
+	@$(BIN)/python -m tests.passed kernels || $(MAKE) --no-print-directory test-kernels
 	@$(BIN)/python -m tests.passed benchmarks || $(MAKE) --no-print-directory test-bench
 	@$(BIN)/python -m tests.passed rehearsals || $(MAKE) --no-print-directory rehearse
 
 quick: env  ## the tests that are quick, for the inner loop: neither Ray nor real processes, models and GPUs
 	$(PYTEST_ALL_CORES) -m "not ray and not slow and not bench and not gpu"
+
+test-kernels: env  ## the kernels, in Triton's interpreter; `make test` runs them when they have changed
+	$(PYTEST_ALL_CORES) -m "not gpu" tests/kernels
+	$(BIN)/python -m tests.passed kernels --write
 
 test-bench: env model  ## the benchmarks from end to end; `make test` runs them when they have changed
 	$(BIN)/pytest -m bench
@@ -79,7 +84,7 @@ check-docs: env  ## the pages that are made from the code are as the code says
 	$(BIN)/python -m bench.results --check
 
 computing: env
-	$(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu and not rehearsal" $(SAYS)
+	$(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu and not rehearsal" --ignore tests/kernels $(SAYS)
 
 serving: env
 	$(BIN)/pytest -m "(ray or gpu) and not bench and not rehearsal" $(SAYS)

@@ -39,6 +39,14 @@ class Part:
 
 
 PARTS = {
+    "kernels": Part(
+        "test-kernels",
+        "tests/kernels/passed.sha256",
+        (
+            *("kernels/**/*.py", "tests/kernels/**/*.py", "tests/interpreter.py", "requirements.lock"),
+            *("worker/executor/attention_selector.py", "worker/parallel/*.py"),  # which a few of their tests use
+        ),
+    ),
     "benchmarks": Part("test-bench", "tests/bench/passed.sha256", ("bench/**/*.py", "tests/bench/**/*.py")),
     # The ways in: what starts, changes and ends a server, and Ray's version, which does most of it.
     "rehearsals": Part(

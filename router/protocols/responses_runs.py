@@ -335,7 +335,6 @@ class _Run:
             self._kept.news.tell(self._tenant, self.name, events[-1][0])
         return is_wanted
 
-
     def _may_try_again(self, error: ApiError) -> bool:
         return error.status == 503 and monotonic() <= self._beaten_s + STALE_S  # others take it as lost then
 

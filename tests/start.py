@@ -1,6 +1,6 @@
 """How long `make serve` takes until the server answers: alone, and beside a foreign load of two busy processes a core.
 
-    python -m tests.deploy.start --out FILE
+    python -m tests.start --out FILE
 
 Starts alternate, so that what else changes on the machine meets both alike. The figure is the ratio of their medians.
 """
@@ -27,7 +27,9 @@ BUSY_A_CORE = 2
 
 @contextlib.contextmanager
 def foreign_load(processes: int) -> Iterator[None]:
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    # In sessions of their own: Linux shares cores among sessions first, and the server has many.
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(command, start_new_session=True) for _ in range(processes)]
     try:
         yield
     finally:
@@ -42,12 +44,15 @@ def start_s() -> float:
         port = free.getsockname()[1]
     began = time.monotonic()
     command = ["make", "serve", f"ARGS=--port {port}"]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # A group of its own: `make` hands no SIGINT on to what it runs, as a terminal does.
+    server = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True
+    )
     try:
         until(lambda: httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200, "the server is ready")
         return time.monotonic() - began
     finally:
-        server.send_signal(signal.SIGINT)
+        os.killpg(server.pid, signal.SIGINT)
         server.wait()
 
 
