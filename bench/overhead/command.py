@@ -21,11 +21,9 @@ import contextlib
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -189,8 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measures, prints the figures, writes the result file. Returns the exit code."""
     args = parser().parse_args(argv)
     step_s = args.step_ms / 1000
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
-        folder = dummy_models.write(MODEL, Path(scratch) / MODEL)
+    with dummy_models.written(MODEL) as folder:
         try:
             with (
                 sigterm_raises(),

@@ -26,7 +26,6 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,8 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         settings.setdefault("max_running", max(WorkerConfig.model_validate({}).max_running, *args.batches))
     if settings.get("device") is None and not on_gpu(settings):
         parser().error("there is no GPU here: a CPU takes --device cpu --model tiny --scale 0.02")
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
-        folder = dummy_models.write(args.model, Path(scratch) / args.model)
+    with dummy_models.written(args.model) as folder:
         bench = Bench(args, folder, settings)
         try:
             bench.run()

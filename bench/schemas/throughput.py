@@ -21,7 +21,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,8 +219,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, answers: list[Answers]) -> int:
     """Measures these answers. Returns the exit code."""
-    with tempfile.TemporaryDirectory(prefix="shoal-schemas-") as scratch:
-        folder = dummy_models.write(args.model, Path(scratch) / args.model)
+    with dummy_models.written(args.model) as folder:
         job = Job.of(answers, folder, args.requests)
         settings: dict[str, Any] = {
             "load_format": "dummy",
