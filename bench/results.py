@@ -79,6 +79,25 @@ def write(
     return path
 
 
+def publish(name: str, figures: Iterable[Figure], raw: Mapping[str, Any], folder: Path = FOLDER) -> None:
+    """Print figures, write them as `write` does unless `name` is "none", and print the name of the file."""
+    figures = list(figures)
+    widest = max((len(figure.name) for figure in figures), default=0)
+    for figure in figures:
+        print(f"{figure.name:{widest}} {number(figure.value)} {figure.unit}")
+    if name != "none":
+        print(f"written: {write(name, figures, raw, folder=folder).name}")
+
+
+def add_options(parser: Any, name: str | None, otherwise: str | None = None) -> None:
+    """Add `--name` and `--out` to the parser or group of a benchmark. `name` is the default, None where it depends on
+    the measurement, as `otherwise` says in words."""
+    words = f"default: {name if otherwise is None else otherwise}"
+    parser.add_argument("--name", default=name, help=f"name of the result ({words})")
+    where = "folder of the result (default: bench/results)"
+    parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help=where)
+
+
 def check_name(name: str) -> None:
     """Raises ValueError if the name of a result is not a plain file name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
@@ -171,6 +190,8 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     parts = [
         "# Results\n",
         "Made by `python -m bench.results` from the files in `bench/results/`; never edited by hand.\n",
+        "A command belongs to the commit that is next to it. Later commits may not have it: an instrument that has",
+        "answered its question goes.\n",
     ]
     parts += [_section(name, results[name]) for name in sorted(results)]
     if not results:

@@ -70,10 +70,6 @@ TARGETS: dict[str, Target] = {
     "drafts.gpu.b256.vs_off": Target(None, None, 0.99),
     "drafts.gpu.host_step": Target(None, None, 1.0),
     "drafts.gpu.pp2.sockets.b8.vs_off": Target(None, None, 1.7),
-    # SmolLM2-135M from its Q4_1 file on a CPU, against the float32 copy.
-    "models.cpu.gguf.decode.vs_float32": Target(None, None, 1.5),
-    "models.cpu.gguf.disk.vs_float32": Target(None, None, 0.25),
-    "models.cpu.gguf.memory.vs_float32": Target(None, None, 0.25),
     # Drafts on SmolLM2-135M on a CPU, against none.
     "drafts.cpu.form.latency_vs_off": Target(None, None, 2.5),
     "drafts.cpu.form.throughput_vs_off": Target(None, None, 2.0),

@@ -51,7 +51,6 @@ BENCHES = {
         "bench.correctness.clients.command",
         "what works of the clients that others wrote: openai, anthropic, langchain and more",
     ),
-    "streams": ("bench.replica.streams", "the path between a replica and its clients, at the pace of a GPU"),
     "router": ("bench.placement.router", "the three placements on a trace with shared prefixes"),
     "chaos": ("bench.chaos.command", "a fleet under load whose processes and machines are killed and stopped"),
     "door": ("bench.door.command", "a bystander at a server that another client attacks"),
@@ -60,8 +59,6 @@ BENCHES = {
         "bench.overhead.command",
         "the cost of a router: its CPU time for a token, and what it adds to latencies",
     ),
-    "parser": ("bench.protocols.parser", "the parser of answers, for each format of tool calls"),
-    "tools": ("bench.correctness.tools", "calls of tools: whether all are valid, and their throughput next to text"),
     "schemas": ("bench.schemas.command", "published JSON schemas: how many are accepted, whether masks are right"),
     "compare": ("bench.replica.compare", "one of these in this checkout and in an older one, side by side"),
 }

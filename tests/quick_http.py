@@ -4,15 +4,19 @@
 - All clients share one TLS context, of which no test has a use: for each OpenAI client and each `httpx.get`, the
   certificates of all authorities would be parsed again.
 
-And `local_socket` is one to listen on.
+And `local_socket` is one to listen on, `served` an application that listens on it.
 """
 
 import asyncio
 import functools
 import socket
 import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
 import uvicorn.server
 
 
@@ -37,3 +41,18 @@ def local_socket() -> socket.socket:
     made.bind(("127.0.0.1", 0))
     made.listen(512)
     return made
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """Runs an ASGI application behind uvicorn, in a thread, and yields its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    listening = local_socket()  # from now on a connection waits for the server instead of being refused
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()

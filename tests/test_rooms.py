@@ -71,10 +71,9 @@ ALLOWED = {
     },
     "bench.overhead": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "router", "worker"},
     "bench.lengths": {"bench:", "bench.load", "bench.pipeline", "shoal", "cluster", "worker", "pipeline"},
-    "bench.protocols": {"bench:", "bench.load", "router", "shoal"},
     "bench.correctness": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline"},
     "bench.correctness.clients": {"bench:", "shoal"},
-    "bench.schemas": {"bench:", "bench.load", "bench.replica", "bench.correctness", "shoal", "cluster", "worker"},
+    "bench.schemas": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker"},
     "bench.programs": {"bench:", "bench.load", "bench.replica", "shoal", "cluster"},
     "bench.pipeline": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline", "radix"},
 }  # fmt: skip

@@ -53,8 +53,7 @@ def parser() -> Parser:
     p.add_argument("--tp", type=count, default=1, metavar="N", help="ranks of a replica (default 1)")
     p.add_argument("--clients", type=count, default=4, metavar="N", help="requests at the same time (default 4)")
     p.add_argument("--seed", type=int, default=0, help="of faults and questions (default 0)")
-    p.add_argument("--name", default="fleet.chaos", help="name of the result (default fleet.chaos; none: no result)")
-    p.add_argument("--out", type=Path, default=results.FOLDER, metavar="FOLDER", help="folder of the result")
+    results.add_options(p, "fleet.chaos", "fleet.chaos; none: no result")
     return p
 
 
@@ -139,14 +138,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"shoal bench chaos: {error}", file=sys.stderr)
             return 1
     made = figures(load, log, sum(held))
-    for figure in made:
-        print(f"{figure.name}: {figure.value:g} {figure.unit}")
     for message in load.counts.messages:
         print(message)
-    if args.name != "none":
-        about = {key: getattr(args, key) for key in ("minutes", "rounds", "faults", "tp", "clients", "seed")}
-        raw = {"about": about, "log": log, "counts": asdict(load.counts)}
-        print(f"written: {results.write(args.name, made, raw, folder=args.out).name}")
+    about = {key: getattr(args, key) for key in ("minutes", "rounds", "faults", "tp", "clients", "seed")}
+    results.publish(args.name, made, {"about": about, "log": log, "counts": asdict(load.counts)}, args.out)
     is_well = not (load.counts.failed or load.counts.wrong or sum(held))
     return 0 if is_well and log and all(entry["recovery_s"] is not None for entry in log) else 1
 

@@ -384,10 +384,7 @@ def parser() -> Parser:
         help="in float32, verify drafts of which the first, second and so on are right so often (default: no drafts)",
     )
     p.add_argument("--share-gpus", action="store_true", help="put several ranks on a GPU if there are too few GPUs")
-    p.add_argument("--name", help="name of the result (default: DEVICE.exact and the layouts)")
-    p.add_argument(
-        "--out", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the result (default: bench/results)"
-    )
+    results.add_options(p, None, "DEVICE.exact and the layouts")
     return p
 
 

@@ -133,10 +133,7 @@ def parser() -> Parser:
     p.add_argument(
         "--pieces", type=count, default=9, help=f"number of pieces of up to {PIECE_TOKENS} tokens (default %(default)s)"
     )
-    p.add_argument("--name", help="name of the result (default: DEVICE.quality)")
-    p.add_argument(
-        "--out", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the result (default: bench/results)"
-    )
+    results.add_options(p, None, "DEVICE.quality")
     return p
 
 

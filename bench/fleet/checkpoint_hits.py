@@ -17,8 +17,6 @@ with the default division of the memory and with that which fits the length.
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +24,7 @@ import torch
 
 from bench.fleet.one_cache import OneCache
 from bench.fleet.workloads import MADE, FleetRequest, chain, token_ids
-from bench.replica.dummy_models import SHAPES, write
+from bench.replica.dummy_models import SHAPES, written
 from bench.results import Figure
 from bench.results import write as write_result
 from radix.checkpoints import CheckpointTree
@@ -102,8 +100,8 @@ class WindowSizes(NamedTuple):
     @classmethod
     def of(cls, name: str, kv_tokens: int, budget: int) -> "WindowSizes":
         """The sizes of a model of `bench.replica.dummy_models`, as a replica chooses them. `budget`: `token_budget`."""
-        with TemporaryDirectory() as folder:
-            whole = decoder_config(read_config(write(name, Path(folder))))
+        with written(name) as folder:
+            whole = decoder_config(read_config(folder))
         config = WorkerConfig.model_validate({"page_size": PAGE_SIZE, "token_budget": budget})
         window = window_cache.window_tokens(whole, whole.context_length, config)
         assert window is not None, f"{name} has no pages of windows"

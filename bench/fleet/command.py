@@ -7,7 +7,6 @@
     shoal bench fleet --decision --replicas 64
     shoal bench fleet --fair --levels 0.5 0.8 0.95 1.1
     shoal bench fleet --death --replicas 8
-    shoal bench fleet --router
 
 Every replica is an 8B model on an H200. Levels are fractions of the rate that the fleet can just serve if each prompt
 has as much cached as one cache of all pages would have (`capacity.py`).
@@ -24,13 +23,7 @@ Requests of the first third warm the fleet up and do not count. --summary writes
 median of slowdown_vs_best_other over the results of all loads.
 
 --decision writes fleet.decision: the CPU time of a placement, with prompts of 4,096 tokens and caches of 10 million
-tokens together. --router writes fleet.router, what a router of 64 replicas spends on knowing them, all in CPU time:
-
-events.blocks_s         blocks of 16 tokens of which a router hears in a second, stored and evicted, by the size of the
-                        events' nodes; the first figure is with nodes of 128 tokens
-index.bytes_per_token   memory of the index for a cached token, and for each other copy of it, by the size of nodes
-snapshot.stall_ms       the longest stop of a replica's scheduler or a router's loop, for a snapshot of 2 million tokens
-metrics.loop_ms         the longest stop of the loop for /metrics
+tokens together.
 
 --fair writes fleet.fair: two clients, one of which sends 10 times as many requests as the other, with prompts as zipf.
 
@@ -66,7 +59,6 @@ from bench.fleet.fairness import fairness
 from bench.fleet.fairness import figures as fair_figures
 from bench.fleet.hardware import ReplicaHardware
 from bench.fleet.other_rules import OTHER_RULES
-from bench.fleet.router_costs import events_blocks_s, index_bytes, metrics_stall_s, snapshot_stall_s
 from bench.fleet.shoal_router import ShoalRule
 from bench.fleet.simulation import FleetSimulation, PlacementRule
 from bench.fleet.workloads import LOADS, MADE, FleetRequest, at_rate, from_trace
@@ -80,9 +72,6 @@ BETTER = "slowdown_vs_best_other"
 REQUESTS = {"zipf": 100, "hot_prefix": 100, "bursts": 120, "agents": 150}
 REPLICAS = 64
 CACHED_TOKENS, DECISIONS = 10_000_000, 4000
-# Sizes of nodes: one page is the worst case, 2,048 tokens are those of prompts that are computed at once.
-EVENT_TOKENS, NODE_TOKENS, EVENTS = 128, (16, 64, 512, 2048), 600
-INDEX_TOKENS, SNAPSHOT_TOKENS = 1_000_000, 2_000_000
 RULES: dict[str, Callable[..., PlacementRule]] = {
     OURS: ShoalRule,
     LEAST: lambda num_replicas, **options: ShoalRule(num_replicas, "least_load", **options),
@@ -182,28 +171,6 @@ def decision_figures(num_replicas: int, seed: int) -> list[Figure]:
     ]
 
 
-def router_figures(seed: int) -> list[Figure]:
-    """The costs of a router that knows 64 replicas."""
-    made = []
-    for tokens in (EVENT_TOKENS, *NODE_TOKENS):
-        name = "fleet.events.blocks_s" if tokens == EVENT_TOKENS else f"fleet.events.nodes{tokens}.blocks_s"
-        made.append(Figure(name, events_blocks_s(REPLICAS, tokens, EVENTS, seed), "1/s", True))
-    for tokens in NODE_TOKENS:
-        name = f"fleet.index.nodes{tokens}"
-        one, more = (index_bytes(copies, tokens, INDEX_TOKENS, seed) / INDEX_TOKENS for copies in (1, 3))
-        made.append(Figure(f"{name}.bytes_per_token", one, "bytes", False))
-        made.append(Figure(f"{name}.bytes_per_token_of_another_copy", (more - one) / 2, "bytes", False))
-    stalls = {tokens: snapshot_stall_s(SNAPSHOT_TOKENS, tokens, seed) for tokens in NODE_TOKENS}
-    for tokens, spent in stalls.items():
-        made += [Figure(f"fleet.snapshot.nodes{tokens}.{who}_ms", 1e3 * s, "ms", False) for who, s in spent.items()]
-    worst_s = max(max(spent.values()) for spent in stalls.values())
-    made.append(Figure("fleet.snapshot.stall_ms", 1e3 * worst_s, "ms", False))
-    longest_s, all_s = metrics_stall_s(REPLICAS)
-    made.append(Figure("fleet.metrics.loop_ms", 1e3 * longest_s, "ms", False))
-    made.append(Figure("fleet.metrics.cpu_ms", 1e3 * all_s, "ms", False))
-    return made
-
-
 def merged(path: Path, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The runs, with those of other levels and rules that the result at `path` has already."""
     known: dict[str, dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else {}
@@ -231,15 +198,27 @@ def parser() -> Parser:
     p.add_argument("--kv-tokens", type=int, metavar="N", help="tokens in a replica's cache (default: what fits)")
     p.add_argument("--step-ms", type=float, default=50, metavar="MS", help="the longest step (default 50)")
     p.add_argument("--seed", type=int, default=0, help="seed of requests and ties (default 0)")
-    p.add_argument("--name", help="name of the result (default fleet.sim.LOAD; none: no result)")
-    p.add_argument("--out", type=Path, default=results.FOLDER, metavar="FOLDER", help="folder of the result")
+    results.add_options(p, None, "fleet.sim.LOAD; none: no result")
     p.add_argument("--summary", action="store_true", help="write the figures over all loads, and run nothing")
     p.add_argument("--decision", action="store_true", help="measure the CPU time of a placement, and nothing else")
     p.add_argument("--fair", action="store_true", help="measure what a client notices of another one that floods")
     p.add_argument("--death", action="store_true", help="measure what others notice of the streams of a dead replica")
-    p.add_argument("--router", action="store_true", help="measure what a router's knowledge costs, and nothing else")
     p.add_argument("--add", action="store_true", help="keep the runs of other rules and levels that the result has")
     return p
+
+
+def _apart(args: argparse.Namespace) -> tuple[str, list[Figure], dict[str, Any]] | None:
+    """Name, figures and raw data of a result that is of no load. None if a load is asked for."""
+    about = {key: getattr(args, key) for key in ("replicas", "routers", "seed")}
+    if args.decision:
+        return decision_name(args.replicas), decision_figures(args.replicas, args.seed), {"about": about}
+    if args.fair:
+        found = fairness(args.levels, args.replicas, args.routers, ReplicaHardware(), args.seed)
+        return "fleet.fair", fair_figures(found), {"about": about, "runs": found}
+    if args.death:
+        found = deaths(args.levels, args.replicas, ReplicaHardware(), args.seed)
+        return "fleet.death", death_figures(found), {"about": about, "runs": found}
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -250,27 +229,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.summary:
             print(f"written: {results.write('fleet.sim', summary(args.out), {}, folder=args.out).name}")
             return 0
-        if args.decision or args.router:
-            own = decision_name(args.replicas) if args.decision else "fleet.router"
-            made = decision_figures(args.replicas, args.seed) if args.decision else router_figures(args.seed)
-            for figure in made:
-                print(f"{figure.name}: {figure.value:,.3f} {figure.unit}")
-            if args.name != "none":
-                about = {"replicas": args.replicas, "seed": args.seed}
-                print(f"written: {results.write(own, made, {'about': about}, folder=args.out).name}")
-            return 0
-        if args.fair or args.death:
-            hardware = ReplicaHardware()
-            if args.fair:
-                found: dict[str, Any] = fairness(args.levels, args.replicas, args.routers, hardware, args.seed)
-            else:
-                found = deaths(args.levels, args.replicas, hardware, args.seed)
-            own, made = ("fleet.fair", fair_figures(found)) if args.fair else ("fleet.death", death_figures(found))
-            for figure in made:
-                print(f"{figure.name}: {figure.value:.3f} {figure.unit}")
-            if args.name != "none":
-                about = {key: getattr(args, key) for key in ("replicas", "routers", "seed")}
-                results.write(own, made, {"about": about, "runs": found}, folder=args.out)
+        if own := _apart(args):
+            prefix, made, raw = own
+            results.publish("none" if args.name == "none" else prefix, made, raw, args.out)
             return 0
         runs = run(args)
     except (ValueError, OSError) as error:

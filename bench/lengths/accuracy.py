@@ -29,7 +29,7 @@ import numpy as np
 import shoal
 from bench.lengths.prompts import KindedPrompt, fetch, prompts
 from bench.load.options import count
-from bench.results import FOLDER, Figure, write
+from bench.results import Figure, add_options, publish
 from shoal.help import Parser
 from worker.lengths import OutputLengthPredictor, kendall_tau
 from worker.messages import Generate, SamplingParams
@@ -38,33 +38,31 @@ SAY_EVERY = 64  # prompts
 # As fast as a CPU can; requests start in their order, so that the first prompts are answered whatever the rest does.
 ENGINE = {"dequantize": True, "dtype": "bfloat16", "scheduling_policy": "fcfs"}
 
-# number, kind: of the prompt; produced: number of tokens of each answer; was_cut: whether the limit ended it
+# number, kind: of the prompt; produced: tokens of the answer; was_cut: whether the limit ended it
 Output = dict[str, Any]
 
 
-def answer(asked: Sequence[KindedPrompt], path: Path, model: str, max_tokens: int, answers: int = 1) -> list[Output]:
-    """The outputs for all prompts, with this number of answers each: those in the file, and then the model's, which are
-    added to the file as they end. They are drawn without a seed: with one, all prompts would meet the same random
-    numbers.
+def answer(asked: Sequence[KindedPrompt], path: Path, model: str, max_tokens: int) -> list[Output]:
+    """The outputs for all prompts: those in the file, and then the model's, which are added to the file as they end.
+    They are drawn without a seed: with one, all prompts would meet the same random numbers.
 
-    Raises ValueError if the file has outputs for other prompts, or fewer answers."""
+    Raises ValueError if the file has outputs for other prompts."""
     lines = path.read_text().splitlines() if path.exists() else []
     known: dict[int, Output] = {output["number"]: output for output in map(json.loads, lines)}
     for number, output in known.items():
-        if number < len(asked) and (output["kind"] != asked[number].kind or len(output["produced"]) < answers):
-            raise ValueError(f"{path} has outputs for other prompts, or fewer of each")
+        if number < len(asked) and output["kind"] != asked[number].kind:
+            raise ValueError(f"{path} has outputs for other prompts")
     missing = [number for number in range(len(asked)) if number not in known]
     if missing:
         with shoal.Engine(model, **ENGINE) as engine, path.open("a") as file:
             conversations = [[{"role": "user", "content": asked[number].text}] for number in missing]
-            for index, made in engine.as_completed(conversations, max_tokens=max_tokens, temperature=1.0, n=answers):
-                texts = made if answers > 1 else [made]
+            for index, made in engine.as_completed(conversations, max_tokens=max_tokens, temperature=1.0):
                 number = missing[index]
                 known[number] = {
                     "number": number,
                     "kind": asked[number].kind,
-                    "produced": [text.completion_tokens for text in texts],
-                    "was_cut": [text.finish_reason != "stop" for text in texts],
+                    "produced": made.completion_tokens,
+                    "was_cut": made.finish_reason != "stop",
                 }
                 file.write(json.dumps(known[number]) + "\n")
                 file.flush()
@@ -88,34 +86,25 @@ def tokenized(asked: Sequence[KindedPrompt], model: str) -> list[list[int]]:
     return made
 
 
-def predictions(
-    prompt_ids: Sequence[list[int]], outputs: Sequence[Output], max_tokens: int
-) -> tuple[np.ndarray, float]:
-    """Predicts and learns all outputs in their order. Returns the predicted logarithms of their lengths, float64 [n],
-    0 where too little was known, and the CPU time of a request in microseconds."""
+def replay(prompt_ids: Sequence[list[int]], outputs: Sequence[Output], max_tokens: int) -> dict[str, float]:
+    """Predicts and learns all outputs in their order. Returns the figures by name."""
     lengths, sampling = OutputLengthPredictor(), SamplingParams(max_tokens=max_tokens)
     predicted, spent_s = [], 0.0
     for number, (ids, output) in enumerate(zip(prompt_ids, outputs, strict=True)):
         request = Generate(request_id=str(number), prompt_ids=ids, sampling=sampling)
         began_s = time.thread_time()
         length = lengths.arrived(request)
-        lengths.ended(length, output["produced"][0], output["was_cut"][0])
+        lengths.ended(length, output["produced"], output["was_cut"])
         spent_s += time.thread_time() - began_s
         predicted.append(length.estimate.log_mean if length.estimate is not None else 0.0)
-    return np.array(predicted), 1e6 * spent_s / len(outputs)
-
-
-def replay(prompt_ids: Sequence[list[int]], outputs: Sequence[Output], max_tokens: int) -> dict[str, float]:
-    """Predicts and learns all outputs in their order. Returns the figures by name."""
-    predicted, us = predictions(prompt_ids, outputs, max_tokens)
     half = len(outputs) // 2
-    real = np.array([output["produced"][0] for output in outputs[half:]])
+    real = np.array([output["produced"] for output in outputs[half:]])
     kinds = [output["kind"] for output in outputs[half:]]
     typical = {kind: median(real[[k == kind for k in kinds]].tolist()) for kind in set(kinds)}
     return {
-        "tau.at_arrival": kendall_tau(predicted[half:], real),
+        "tau.at_arrival": kendall_tau(np.array(predicted[half:]), real),
         "tau.of_kinds": kendall_tau(np.array([typical[kind] for kind in kinds]), real),
-        "us_per_request": us,
+        "us_per_request": 1e6 * spent_s / len(outputs),
     }
 
 
@@ -127,8 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--packages", type=Path, metavar="DIR", help="folder for the packages; default: a new one")
     p.add_argument("--prompts", type=count, metavar="N", help="number of prompts; default: all, about 2,150")
     p.add_argument("--max-tokens", type=count, default=384, help="limit of an output; default: %(default)s")
-    p.add_argument("--name", default="ranks.accuracy", help="of the result; default: %(default)s")
-    p.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="default: bench/results")
+    add_options(p, "ranks.accuracy")
     args = p.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         packages = args.packages or Path(scratch)
@@ -141,16 +129,14 @@ def main(argv: list[str] | None = None) -> int:
     figures = [
         Figure(f"ranks.{name}", value, units.get(name, "tau"), name not in units) for name, value in found.items()
     ]
-    for figure in figures:
-        print(f"{figure.name:28} {figure.value:.3f} {figure.unit}")
     about = {
         "model": args.model,
         "prompts": len(asked),
         "max_tokens": args.max_tokens,
-        "cut": sum(output["was_cut"][0] for output in outputs) / len(outputs),
+        "cut": sum(output["was_cut"] for output in outputs) / len(outputs),
         "kinds": {kind: sum(prompt.kind == kind for prompt in asked) for kind in sorted({p.kind for p in asked})},
     }
-    print(f"written: {write(args.name, figures, about, folder=args.out)}")
+    publish(args.name, figures, about, args.out)
     return 0
 
 

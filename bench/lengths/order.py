@@ -21,7 +21,6 @@ no order changes.
 Each is divided by that of `scheduling_policy: fcfs`.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,7 @@ from bench.pipeline.layout import ParallelLayout
 from bench.pipeline.simulated_replica import SimulatedReplica
 from bench.pipeline.simulated_site import PLANS, Machines
 from bench.pipeline.simulator import Request, Run, SimulatedClock, simulate
-from bench.results import FOLDER, Figure, write
+from bench.results import Figure, add_options, publish
 from pipeline.cost import CostModel
 from pipeline.padding import PaddedSizes
 from pipeline.roofline import DEVICES, LINKS, MODELS
@@ -169,34 +168,23 @@ def at_rate(requests: Sequence[Request], rate_s: float, seed: int) -> list[Reque
     return [request._replace(arrived_s=float(when)) for request, when in zip(requests, at_s, strict=True)]
 
 
-def add_options(p: Parser, requests: int) -> None:
-    """Adds the options of a simulated load. `requests`: the default number of requests."""
+def main(argv: list[str] | None = None) -> int:
+    """Simulates, prints a line for each run, writes the result."""
+    p = Parser("python -m bench.lengths.order", __doc__)
     p.add_argument("--trace", type=Path, required=True, metavar="FILE", help="its lengths, in their order")
     p.add_argument("--model", choices=sorted(SITES), default="llama-8b", help="default: %(default)s")
-    p.add_argument("--requests", type=count, default=requests, metavar="N", help="default: %(default)s")
+    p.add_argument("--requests", type=count, default=9000, metavar="N", help="default: %(default)s")
     p.add_argument("--max-running", type=count, default=256, metavar="N", help="default: %(default)s")
     p.add_argument("--tau", type=float, default=0.375, help="default: %(default)s")
     p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-
-
-def read_requests(p: Parser, args: argparse.Namespace) -> list[Request]:
-    """The requests of the trace, all at once. Ends with the parser's error if it cannot be read."""
+    p.add_argument("--levels", type=float, nargs="+", default=[0.5, 0.9, 1.2], help="default: 0.5 0.9 1.2")
+    add_options(p, None, "ranks.sim.MODEL.tau_TAU")
+    args = p.parse_args(argv)
     try:
         rows = [row for row in read(args.trace) if row.prompt_tokens <= MOST_PROMPT][: args.requests]
     except (ValueError, OSError) as error:
         p.error(str(error))
-    return [Request(i, 0.0, row.prompt_tokens, min(row.output_tokens, MOST_OUTPUT)) for i, row in enumerate(rows)]
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Simulates, prints a line for each run, writes the result."""
-    p = Parser("python -m bench.lengths.order", __doc__)
-    add_options(p, 9000)
-    p.add_argument("--levels", type=float, nargs="+", default=[0.5, 0.9, 1.2], help="default: 0.5 0.9 1.2")
-    p.add_argument("--name", help="of the result and its figures; default: ranks.sim.MODEL.tau_TAU")
-    p.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="default: bench/results")
-    args = p.parse_args(argv)
-    whole = read_requests(p, args)
+    whole = [Request(i, 0.0, row.prompt_tokens, min(row.output_tokens, MOST_OUTPUT)) for i, row in enumerate(rows)]
     title = args.name or f"ranks.sim.{args.model}.tau_{args.tau:g}"
     simulated = partial(run, args.model, max_running=args.max_running, tau=args.tau, seed=args.seed)
     capacity_s = len(whole) / simulated(whole, own=SETTINGS["fcfs"]).seconds
@@ -211,10 +199,8 @@ def main(argv: list[str] | None = None) -> int:
         for name, higher in (("latency", False), ("wait_p99", False), ("throughput", True)):
             ratio = found["shortest"][name] / found["fcfs"][name]
             figures.append(Figure(f"{title}.{level:.0%}".rstrip("%") + f".{name}_vs_fcfs", ratio, "ratio", higher))
-    for figure in figures:
-        print(f"{figure.name:52} {figure.value:.3f}")
     about = {"capacity_s": capacity_s, "levels": raw, "trace": args.trace.name, "requests": len(whole)}
-    print(f"written: {write(title, figures, about, folder=args.out)}")
+    publish(title, figures, about, args.out)
     return 0
 
 

@@ -21,11 +21,9 @@ import contextlib
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -181,10 +179,7 @@ def parser() -> Parser:
     p.add_argument("--replicas", type=count, default=4, metavar="N", help="replicas (default 4)")
     p.add_argument("--step-ms", type=positive, default=25.0, metavar="MS", help="their steps (default 25)")
     p.add_argument("--rounds", type=count, default=3, help="counted rounds, after one that does not count (default 3)")
-    p.add_argument("--name", default="fleet.overhead", help="name of the result (default fleet.overhead)")
-    p.add_argument(
-        "--out", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the result (default: bench/results)"
-    )
+    results.add_options(p, "fleet.overhead")
     return p
 
 
@@ -192,8 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measures, prints the figures, writes the result file. Returns the exit code."""
     args = parser().parse_args(argv)
     step_s = args.step_ms / 1000
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
-        folder = dummy_models.write(MODEL, Path(scratch) / MODEL)
+    with dummy_models.written(MODEL) as folder:
         try:
             with (
                 sigterm_raises(),
@@ -206,11 +200,8 @@ def main(argv: list[str] | None = None) -> int:
             return 1
     figures, raw = found
     settings = {name: getattr(args, name) for name in ("streams", "replicas", "step_ms", "rounds")}
-    path = results.write(args.name, figures, settings | raw, folder=args.out)
-    for figure in figures:
-        print(f"{figure.name}: {figure.value:.3f} {figure.unit}")
     print(f"tokens per event: {raw['tokens_per_event']:.3f}")
-    print(f"written: {path}")
+    results.publish(args.name, figures, settings | raw, args.out)
     return 0
 
 

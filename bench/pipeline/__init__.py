@@ -10,7 +10,6 @@
 | `load_generator.py`, `meter_report.py` | a load that is offered to either, and its outcome |
 | `capacity_search.py`, `capacity.py`, `experiment_grid.py`, `result_store.py` | the search for a layout's capacity |
 | `ablation.py` | the simulated effect of each mechanism of the schedule (`docs/MECHANISMS.md`) |
-| `power.py` | energy of a token, and capacities without the GPUs' power limit, of a result that was measured |
 | `figures.py`, `timeline_plot.py` | the resulting figures and pictures |
 
 Read `command.py` first.

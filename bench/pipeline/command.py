@@ -349,8 +349,7 @@ def measure(args: argparse.Namespace, settings: dict[str, Any], nodes: "Nodes | 
         prefix += f".{args.model}.{layouts[0]}"
     where = {"link": link if on_gpu or nodes else "gloo", "nodes": nodes.count() if nodes else args.nodes}
     about = _described(args, model=args.model, replica=settings, features=FEATURES, **where)
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
-        folder = dummy_models.write(args.model, Path(scratch) / args.model)
+    with dummy_models.written(args.model) as folder:
         _check(folder, configs, on_gpu and nodes is None)
         sweep = _sweep(args, prefix, about)
         measured = nodes.link if nodes else link_speed.measure
@@ -385,8 +384,7 @@ def settled(
 
     device, dtype = resolve_device(WorkerConfig(**settings, tp=layouts[0].tp, pp=layouts[0].pp))
     settings = settings | {"device": device.type}
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
-        folder = dummy_models.write(model, Path(scratch) / model)
+    with dummy_models.written(model) as folder:
         configs = [WorkerConfig(**settings, tp=layout.tp, pp=layout.pp) for layout in layouts]
         return [with_gpu_defaults(config, folder) for config in configs], dtype
 

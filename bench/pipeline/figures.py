@@ -53,11 +53,9 @@ class Twin:
         token_bytes: int,
         max_running: int,
         rows: PaddedSizes,
-        arithmetic: float = 1.0,
     ) -> "Twin":
-        """From `RealSite.calibrate`'s result. `rows`: number of rows that a step computes. `arithmetic`: factor on the
-        time that arithmetic takes."""
-        stages = [Coefficients(values, rows).at_clock(arithmetic).predict for values in learned["coefficients"]]
+        """From `RealSite.calibrate`'s result. `rows`: number of rows that a step computes."""
+        stages = [Coefficients(values, rows).predict for values in learned["coefficients"]]
         return cls(Hardware(stages, link, token_bytes), learned["kv_tokens"], max_running, rows)
 
     def site(self, hardware: Hardware | None = None) -> SimulatedSite:

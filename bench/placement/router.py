@@ -232,7 +232,7 @@ def parser() -> Parser:
     p.add_argument("--replicas", type=_count, default=4, metavar="N", help="number of replicas (default 4)")
     p.add_argument("--model", default="SmolLM2-135M-Instruct", help="a known name, a folder, a .gguf file, or a hub id")
     p.add_argument("--seed", type=int, default=0, help="seed of the sample and the prompts (default 0)")
-    p.add_argument("--name", default="cpu.router", help="name of the result (default cpu.router)")
+    results.add_options(p, "cpu.router")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     return p
 
@@ -260,7 +260,8 @@ def main(argv: list[str] | None = None) -> int:
             with server(_arguments(args, work.page_size, placement)) as url:
                 placements[placement] = uvloop.run(load(url, work.sessions, args))
             print(f"{placement}: {_line(placements[placement])}", flush=True)
-        path = results.write(args.name, figures(placements), {"workload": work.about, "placements": placements})
+        raw = {"workload": work.about, "placements": placements}
+        path = results.write(args.name, figures(placements), raw, folder=args.out)
     except (ServerFailed, ValueError) as error:
         print(f"shoal bench router: {error}", file=sys.stderr)
         return 1

@@ -1,6 +1,5 @@
 """Programs of the language, and what its runtime saves them.
 
-Owns: a command for each comparison of programs with plain calls, for many states at once and for a lost replica, and
-endpoints for those that need no model.
+Owns: a command that compares ten workloads of programs with plain calls.
 Knows the language (`shoal.lang`), not the server behind it. Read `against_raw.py` first.
 """

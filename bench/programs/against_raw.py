@@ -230,8 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--no-agreement", dest="agreement", action="store_false", help="do not compare answers, which takes two runs"
     )
-    parser.add_argument("--name", default="programs.cpu", help="name of the result and of its figures")
-    parser.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
+    results.add_options(parser, "programs.cpu")
     flags.add(parser, Config, OURS)
     options = parser.parse_args(argv)
     names, forms = options.workloads.split(","), options.forms.split(",")
@@ -242,12 +241,10 @@ def main(argv: list[str] | None = None) -> int:
     with _served(options) as url:
         size = options.programs, options.words, options.rounds
         found = asyncio.run(measure(url, names, *size, options.singles, forms, options.agreement))
-    made = figures(options.name, found)
-    for figure in made:
-        print(f"{figure.name} {figure.value:.3f}")
     settings = {key: str(value) for key, value in flags.given(options, Config).items()}
     size_of = {"programs": options.programs, "words": options.words, "rounds": options.rounds}
-    results.write(options.name, made, {"size": size_of, "settings": settings, "workloads": found}, folder=options.out)
+    raw = {"size": size_of, "settings": settings, "workloads": found}
+    results.publish(options.name, figures(options.name, found), raw, options.out)
     return 0
 
 

@@ -39,8 +39,7 @@ def parser() -> Parser:
     p = Parser("shoal bench compare", __doc__)
     p.add_argument("--before", type=Path, required=True, metavar="DIR", help="folder of the older checkout")
     p.add_argument("--turns", type=count, default=2, metavar="N", help="runs in each checkout (default: 2)")
-    p.add_argument("--name", default="compare", help="of the result, and first word of its figures (default: compare)")
-    p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
+    results.add_options(p, "compare")
     p.add_argument("benchmark", nargs=argparse.REMAINDER, help="as after `shoal bench`")
     return p
 

@@ -8,10 +8,7 @@ import psutil
 # A part of the command line, and the role of a process that has it.
 ROLES = {
     "ServeReplica:shoal:Router": "routers",
-    "ProxyActor": "proxies",
-    "haproxy": "proxies",
     "ray::Rank": "ranks",
-    "bench.replica.mock_replica": "ranks",
 }
 CLIENT, OTHERS = "client", "others"
 

@@ -206,8 +206,7 @@ def parser() -> Parser:
     p.add_argument("--workloads", default=",".join(WORKLOADS), help=f"default {','.join(WORKLOADS)}")
     p.add_argument("--rounds", type=count, default=2, help="rounds of each workload that count (default 2)")
     p.add_argument("--kv-tokens", type=count, default=16384, help="KV cache of each engine, in tokens (default 16384)")
-    p.add_argument("--name", default="drafts.cpu", help="name of the result, and of its figures (default drafts.cpu)")
-    p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
+    results.add_options(p, "drafts.cpu")
     return p
 
 

@@ -1,10 +1,13 @@
 """Models of well-known shapes without their weights, since speed does not depend on the values.
 
-`write` makes a folder with a configuration and a tokenizer. With `load_format: dummy`, a replica gives the model random
-weights.
+`write` makes a folder with a configuration and a tokenizer, `written` one that is removed afterwards. With
+`load_format: dummy`, a replica gives the model random weights.
 """
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,6 +250,13 @@ def write(name: str, folder: Path) -> Path:
         str(folder / "tokenizer.json")
     )
     return folder
+
+
+@contextmanager
+def written(name: str) -> Iterator[Path]:
+    """A folder of that name with a model of SHAPES, for as long as the context lasts."""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
+        yield write(name, Path(scratch) / name)
 
 
 def tokenizer(vocab_size: int, special_ids: tuple[int, int]) -> Any:

@@ -26,10 +26,8 @@ measured on the machine in place of the rate at which products read weights.
 
 import argparse
 import math
-import tempfile
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -126,8 +124,8 @@ class Floor:
 
 def of_shape(name: str, device: str = "h200") -> Floor:
     """The floor of a model of `bench.replica.dummy_models.SHAPES` on a device of `pipeline.roofline.DEVICES`."""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
-        config = decoder_config(read_config(dummy_models.write(name, Path(scratch))))
+    with dummy_models.written(name) as folder:
+        config = decoder_config(read_config(folder))
     return Floor(config, DEVICES[device])
 
 

@@ -26,7 +26,6 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,12 +111,7 @@ def parser() -> Parser:
     p.add_argument("--http", action="store_true", help="also run mini through `shoal serve`")
     p.add_argument("--routers", type=int, metavar="N", help="HTTP processes of that server (default: as `shoal serve`)")
     p.add_argument("--link", choices=("nvlink", "sockets"), help="link between the ranks, which is measured too (GPUs)")
-    p.add_argument(
-        "--name", help="name of the result (default: gpu.MODEL and the layout, after drafts. with --acceptance alone)"
-    )
-    p.add_argument(
-        "--out", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the result (default: bench/results)"
-    )
+    results.add_options(p, None, "gpu.MODEL and the layout, after drafts. with --acceptance alone")
     flags.add(p, WorkerConfig)
     return p
 
@@ -149,8 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         settings.setdefault("max_running", max(WorkerConfig.model_validate({}).max_running, *args.batches))
     if settings.get("device") is None and not on_gpu(settings):
         parser().error("there is no GPU here: a CPU takes --device cpu --model tiny --scale 0.02")
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
-        folder = dummy_models.write(args.model, Path(scratch) / args.model)
+    with dummy_models.written(args.model) as folder:
         bench = Bench(args, folder, settings)
         try:
             bench.run()

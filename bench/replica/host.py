@@ -146,10 +146,7 @@ def parser() -> Parser:
         help="numbers of decodes in a step (default %(default)s)",
     )
     p.add_argument("--steps", type=count, default=300, help="steps of each batch size (default 300)")
-    p.add_argument("--name", default="cpu.host", help="name of the result (default cpu.host)")
-    p.add_argument(
-        "--out", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the result (default: bench/results)"
-    )
+    results.add_options(p, "cpu.host")
     return p
 
 
@@ -164,8 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         parts = ", ".join(f"{part} {us:.0f}" for part, us in found.items() if part != "step")
         print(f"{name:8s}{found['step']:8.0f} us a step: {parts}", flush=True)
     figures = [Figure(f"cpu.host.{name}.step_us", found["step"], "us", False) for name, found in raw.items()]
-    path = results.write(args.name, figures, {"us_a_step": raw}, folder=args.out)
-    print(f"written: {path}")
+    print(f"written: {results.write(args.name, figures, {'us_a_step': raw}, folder=args.out).name}")
     return 0
 
 

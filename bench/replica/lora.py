@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input", type=int, default=256, help="tokens of a prompt (default %(default)s)")
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default %(default)s)")
-    parser.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the result")
+    results.add_options(parser, "models.lora")
     args = parser.parse_args(argv)
     generator = random.Random(0)
     prompts = [[generator.randrange(10000) for _ in range(args.input)] for _ in range(args.requests)]
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         Figure("models.lora.first_use.seconds", first["all"], "s", False),
     ]
     raw = {"model": args.model, "adapters": args.adapters, "rank": args.rank, "seconds": times}
-    print(f"written: {results.write('models.lora', figures, raw, folder=args.out).name}")
+    print(f"written: {results.write(args.name, figures, raw, folder=args.out).name}")
     return 0
 
 

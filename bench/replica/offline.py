@@ -218,8 +218,7 @@ def parser() -> Parser:
     p.add_argument("--batch", type=count, nargs="+", default=[16, 32, 64], help="batch sizes of generate to try")
     p.add_argument("--seed", type=int, default=0, help="seed of the prompts (default 0)")
     p.add_argument("--trace", type=Path, metavar="FILE", help="write Shoal's latest steps there, for ui.perfetto.dev")
-    p.add_argument("--name", default="cpu.offline", help="name of the result (default cpu.offline)")
-    p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
+    results.add_options(p, "cpu.offline")
     return p
 
 

@@ -19,7 +19,6 @@ Figures are named `NAME.LOAD.FIGURE`. A name that ends in `.vs_before` has the f
 import argparse
 import re
 import sys
-import tempfile
 import urllib.request
 from argparse import Namespace
 from collections.abc import Iterator
@@ -77,10 +76,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--burst", type=int, default=2000, metavar="N", help="chats at once, 0 for none (default: 2000)")
     p.add_argument("--before", type=Path, metavar="DIR", help="another checkout of Shoal, measured first")
-    p.add_argument("--name", default="gpu.online", help="name of the result (default: %(default)s)")
-    p.add_argument(
-        "--out", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the result (default: bench/results)"
-    )
+    results.add_options(p, "gpu.online")
     flags.add(p, Config, OURS)
     return p
 
@@ -101,8 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measures, prints a table, writes the result file. Returns the exit code."""
     args = parser().parse_args(argv)
     given = flags.given(args, Config)
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
-        folder = dummy_models.write(args.shape, Path(scratch) / args.shape)
+    with dummy_models.written(args.shape) as folder:
         common = {"model": str(folder), "load_format": "dummy", "replicas": 1}
         common |= {"device": given["device"]} if "device" in given else {}
         measured: dict[str, dict[str, Any]] = {}

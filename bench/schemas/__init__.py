@@ -4,6 +4,7 @@
 | --- | --- |
 | `gather.py` | the corpus, fetched from the packages of `sources.toml` into a folder of the user's cache |
 | `instances.py` | valid and invalid instances of a schema, judged by jsonschema |
+| `formats.py` | the formats that jsonschema checks |
 | `command.py` | `shoal bench schemas` |
 
 Read `command.py` first.

@@ -304,7 +304,7 @@ def parser() -> Parser:
     p.add_argument("--generate", type=count, default=0, help="let the model write N answers (default: none)")
     p.add_argument("--model", default="SmolLM2-135M-Instruct", help="the model (default SmolLM2-135M-Instruct)")
     p.add_argument("--corpus", type=Path, help="folder of the corpus (default: in the cache)")
-    p.add_argument("--name", default="schemas", help="name of the result (default schemas)")
+    results.add_options(p, "schemas")
     return p
 
 
@@ -331,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{times:4} refused: {reason}")
     for problem in problems[:_SHOWN]:
         print(problem)
-    print_table(figures, results.write(args.name, figures, raw))
+    print_table(figures, results.write(args.name, figures, raw, folder=args.out))
     return 1 if problems else 0
 
 

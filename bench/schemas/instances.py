@@ -18,7 +18,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
-from bench.correctness.tool_validity import FORMATS
+from bench.schemas.formats import FORMATS
 
 _MOST_DEPTH = 12
 _MOST_BYTES = 4_000

@@ -21,7 +21,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from bench.load.options import count
 from bench.replica import dummy_models
 from bench.replica.offline_workloads import fresh
-from bench.results import FOLDER, Figure, write
+from bench.results import Figure, add_options, publish
 from cluster.models import resolve
 from shoal.help import Parser
 from worker.config import WorkerConfig
@@ -200,8 +199,7 @@ def parser() -> Parser:
     p.add_argument("--max-running", type=count, default=256, metavar="N", help="default: %(default)s")
     p.add_argument("--requests", type=count, default=1536, metavar="N", help="default: %(default)s")
     p.add_argument("--rounds", type=count, default=3, metavar="N", help="default: %(default)s")
-    p.add_argument("--name", default="schemas.gpu", help="name of the result; default: %(default)s")
-    p.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="default: bench/results")
+    add_options(p, "schemas.gpu")
     return p
 
 
@@ -221,8 +219,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, answers: list[Answers]) -> int:
     """Measures these answers. Returns the exit code."""
-    with tempfile.TemporaryDirectory(prefix="shoal-schemas-") as scratch:
-        folder = dummy_models.write(args.model, Path(scratch) / args.model)
+    with dummy_models.written(args.model) as folder:
         job = Job.of(answers, folder, args.requests)
         settings: dict[str, Any] = {
             "load_format": "dummy",
@@ -236,8 +233,6 @@ def run(args: argparse.Namespace, answers: list[Answers]) -> int:
         Figure("schemas.gpu.throughput_vs_text", statistics.median(ratios), "ratio", True),
         Figure("schemas.gpu.output_tok_s", statistics.median(rates["schemas"]), "tokens/s", True),
     ]
-    for figure in figures:
-        print(f"{figure.name:36} {figure.value:.4g}")
     about = {
         "rates": rates,
         "schemas": len(set(job.grammars)),
@@ -247,7 +242,7 @@ def run(args: argparse.Namespace, answers: list[Answers]) -> int:
         "max_running": args.max_running,
         "model": args.model,
     }
-    print(f"written: {write(args.name, figures, about, folder=args.out)}")
+    publish(args.name, figures, about, args.out)
     return 0
 
 

@@ -2,19 +2,17 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.quick_http import local_socket
+from tests.quick_http import served
 
 
 @dataclass
@@ -106,13 +104,5 @@ def fake() -> Iterator[Fake]:
         Route("/v1/completions", server.complete, methods=["POST"]),
         Route("/v1/chat/completions", server.complete, methods=["POST"]),
     ]
-    config = uvicorn.Config(Starlette(routes=routes), log_level="critical", timeout_graceful_shutdown=1)
-    uv = uvicorn.Server(config)
-    listening = local_socket()  # from now on a connection waits for the server instead of being refused
-    server.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    thread = threading.Thread(target=uv.run, kwargs={"sockets": [listening]})
-    thread.start()
-    yield server
-    uv.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
+    with served(Starlette(routes=routes)) as server.url:
+        yield server

@@ -11,6 +11,14 @@ HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 2, 4, 2
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_gguf(
     path: Path, kind: gguf.GGMLQuantizationType = Q4_1, hidden: int = HIDDEN, turn_end: int | None = None
 ) -> None:
@@ -59,10 +67,7 @@ def write_gguf(
         add(f"blk.{layer}.ffn_gate.weight", 2 * hidden, hidden)
         add(f"blk.{layer}.ffn_up.weight", 2 * hidden, hidden)
         add(f"blk.{layer}.ffn_down.weight", hidden, 2 * hidden)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def write_lfm2(path: Path) -> None:
@@ -101,7 +106,4 @@ def write_lfm2(path: Path) -> None:
     for name, shape in matrices.items():
         values = gguf.quants.quantize(rng.normal(0, 0.2, shape).astype(np.float32), kind)
         writer.add_tensor(f"{name}.weight", values, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)

@@ -16,11 +16,6 @@ IDLE, WAITS = Demand(ready=1), Demand(waiting=1, is_idle=False)
 BUSY = Demand(ready=1, wait_s=9.0, load=1.0, is_idle=False)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Serve:
     """The numbers of replicas as Serve has them. `told`: those that it was told."""
 

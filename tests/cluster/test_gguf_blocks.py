@@ -12,7 +12,7 @@ from cluster import gguf_index
 from cluster.convert import convert
 from kernels.linear.block_linear import BlockProduct
 from kernels.linear.block_weight import BlockMatrix
-from tests.cluster.gguf_files import write_gguf, write_lfm2
+from tests.cluster.gguf_files import finish, write_gguf, write_lfm2
 from tests.worker.engines import checked_engines
 from worker.checkpoint.gguf_layout import FILE
 from worker.executor.weight_loader import Parameters, load_weights
@@ -103,10 +103,7 @@ def test_short_convolutions_are_kept_too(tmp_path: Path) -> None:
 def test_a_hybrid_is_refused_by_name(tmp_path: Path) -> None:
     """Its files have other weights than the model: norms plus one, decays as they are, heads in another order."""
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "qwen35")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
     with pytest.raises(ValueError, match=r"tiny\.gguf .*\bqwen35\b.*dequantize"):
         gguf_index.write(tmp_path / "tiny.gguf", config, tmp_path)
@@ -116,10 +113,7 @@ def test_matrices_that_the_model_has_transposed_are_refused(tmp_path: Path) -> N
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "gpt2")
     blocks = gguf.quantize(np.ones((96, 32), dtype=np.float32), gguf.GGMLQuantizationType.Q8_0)
     writer.add_tensor("blk.0.attn_qkv.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ValueError, match=r"tiny\.gguf .*\bgpt2\b.*dequantize"):
         gguf_index.write(tmp_path / "tiny.gguf", GPT2Config(n_embd=32, n_layer=1, n_head=2), tmp_path)
 
@@ -130,10 +124,7 @@ def test_a_rotation_that_is_not_read_is_refused(kept: str, tmp_path: Path) -> No
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "starcoder2")
     writer.add_block_count(1)
     writer.add_rope_freq_base(1e5)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ValueError, match=r"tiny\.gguf .*\bstarcoder2\b.*\b100000\b"):
         convert(tmp_path / "tiny.gguf", tmp_path / "none", lambda line: None, kept)
 

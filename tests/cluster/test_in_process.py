@@ -17,11 +17,6 @@ from worker.messages import ReplicaLoad
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Known:
     """A fleet with one replica, which answers from `answer` on, and its placer."""
 

@@ -18,11 +18,6 @@ pytestmark = pytest.mark.anyio
 LIMIT_S = 0.05  # of work without progress
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class FakeRank:
     """Answers the first `answers` questions, by default all; those after them fail with `then`, or get no answer. Its
     work is at `numbers`, one an answer and then the last of them for ever; None while it has none. `steps`: how far it

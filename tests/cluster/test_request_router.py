@@ -69,11 +69,6 @@ def pending(ask: Ask) -> PendingRequest:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def announced() -> Any:
     seen: list[dict[str, dict[str, Any]]] = []
     listen("Replica", seen.append)

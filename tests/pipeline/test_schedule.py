@@ -15,6 +15,7 @@ from pipeline.roofline import DEVICES, MODELS, StageSpec
 from pipeline.schedule import POLICIES, make_policy
 from pipeline.shape import TILE, WAVE, BatchShape
 from pipeline.uniform import Uniform
+from tests.pipeline.filling import fill, view
 
 STAGE = StageSpec(MODELS["llama-70b"], DEVICES["h200"], 20)
 MODEL = CostModel(STAGE.seconds)
@@ -26,24 +27,6 @@ def policy(name, stages=4, token_budget=1024, slo_s=None, **settings):
         name,
         PolicySettings(stages, token_budget, [MODEL] * stages, None if slo_s is None else Objective(slo_s), **settings),
     )
-
-
-def view(decodes=(), waiting=(), **more):
-    """Sequences that decode, by context, none in flight; and what the others lack."""
-    counts = {"decoding": len(decodes), "decoding_context": sum(decodes)}
-    return SchedulerView(**{**counts, "waiting": len(waiting), "waiting_tokens": sum(waiting), **more})
-
-
-def fill(budget, decodes=(), prompts=()):
-    """Decodes taken and the chunks of prompts, each (start, missing)."""
-    taken = budget.take_decodes(np.array(decodes, dtype=np.int64))
-    sizes = []
-    for start, missing in prompts:
-        size = budget.chunk(start, missing, missing)
-        if size:
-            budget.add(start, size)
-        sizes.append(size)
-    return taken, sizes
 
 
 def test_an_unknown_name_is_refused():

@@ -29,14 +29,13 @@ from router.config import RouterConfig
 from router.connection import protocol
 from router.defaults import SamplingDefaults
 from router.demand import Sleep
-from router.errors import NoReplica
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.models import Models
-from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
 from router.tokenizer import Tokenizer
+from tests.placer import DirectPlacer
 from tests.plane import SECRET
 from tests.quick_http import local_socket
 from worker.curve import REPLICA, Curve, Door
@@ -46,6 +45,7 @@ from worker.messages import (
     PROTOCOL,
     Abort,
     CacheEvents,
+    Failure,
     Flush,
     Generate,
     Hello,
@@ -144,36 +144,6 @@ def real_folder() -> Path:
     if not (REAL_MODEL / "tokenizer.json").exists():
         pytest.skip(f"{REAL_MODEL} is not there: `make serve` fetches it")
     return REAL_MODEL
-
-
-# ---------------------------------------------------------------- the fleet
-
-
-class DirectPlacer:
-    """Asks the fleet at once; with no replica it waits `wait_s` for one."""
-
-    def __init__(self, fleet: Fleet, replicas: Replicas, wait_s: float) -> None:
-        self.fleet, self.replicas, self.wait_s = fleet, replicas, wait_s
-        self.placed: list[tuple[str, list[int], str]] = []
-
-    async def place(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        exclude: frozenset[str],
-        refused: frozenset[str] = frozenset(),
-        home: Home | None = None,
-        output_limit: int | None = None,
-    ) -> str:
-        try:
-            async with asyncio.timeout(0 if refused else self.wait_s):
-                while not (candidates := self.replicas.ready - refused):  # what was excluded may be back
-                    await self.replicas.changed()
-        except TimeoutError:
-            raise NoReplica() from None
-        replica_id = self.fleet.place(request_id, prompt_ids, candidates, home, output_limit).replica_id
-        self.placed.append((request_id, prompt_ids, replica_id))
-        return replica_id
 
 
 # ---------------------------------------------------------------- a replica
@@ -324,6 +294,10 @@ class FakeReplica:
 
     def _allow(self, tokens: int | None) -> None:
         self._credit = None if tokens is None else (self._credit or 0) + tokens
+
+    def fail(self, failure: Failure) -> None:
+        """Ends every request so from now on."""
+        self.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=failure)
 
     def hold(self) -> "FakeReplica":
         """No token until some are allowed."""

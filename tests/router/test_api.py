@@ -162,7 +162,7 @@ def test_a_refusal_before_the_first_token_has_its_status(
     stream: bool,
 ) -> None:
     fake = make_replica()
-    fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=failure)
+    fake.fail(failure)
     stack = make_stack(fake)
     with pytest.raises(kind) as error:
         stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
@@ -189,7 +189,7 @@ def test_a_failure_names_the_parameter_of_the_client(
 ) -> None:
     fake = make_replica()
     failure = Failure("invalid", "the replica cannot", called)
-    fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=failure)
+    fake.fail(failure)
     stack = make_stack(fake)
     with pytest.raises(openai.BadRequestError) as error:
         stack.client.chat.completions.create(model="tiny", messages=HELLO, extra_body=fields)

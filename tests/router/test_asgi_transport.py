@@ -18,11 +18,6 @@ pytestmark = pytest.mark.anyio
 BODY = {"model": "tiny", "prompt": "Hello", "max_tokens": 20, "seed": 1}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def client(stack: Any, app: Any = None) -> httpx.AsyncClient:
     """Calls the router's application, or another one, in the server's event loop."""
 

@@ -15,7 +15,7 @@ from router.errors import ApiError
 from router.programs import BranchText
 from router.requests import ChoicesRequest
 from router.tokenizer import Tokenizer
-from worker.messages import Failure, Output, TokenLogprobs
+from worker.messages import Failure, TokenLogprobs
 
 from .conftest import CONTEXT, byte_level_backend
 
@@ -179,6 +179,6 @@ def test_scores_follow_a_branch_and_do_not_change_it(stack: Any, tokenizer: Toke
 def test_errors_name_the_prompt(stack: Any) -> None:
     fake = stack.fakes["r0"]
     wrong = Failure("invalid", "too long for this replica", "prompt")
-    fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=wrong)
+    fake.fail(wrong)
     answer = ask(stack, prompt="x", choices=["a", "b"])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")

@@ -19,7 +19,7 @@ from router.errors import ApiError
 from router.key_file import ANYBODY, ApiClient
 from router.metrics import Metrics
 from router.rate_limits import RateLimits, UsageExchange
-from worker.messages import Failure, Output, UsageReport
+from worker.messages import Failure, UsageReport
 
 Make = Callable[..., Any]
 KEYS = """keys:
@@ -230,13 +230,9 @@ def test_a_probe_finds_a_model_that_does_not_generate(
         return httpx.get(f"{stack.url}/health_generate").status_code
 
     assert status() == 503
-    fake.reply = lambda request: Output(
-        request_id=request.request_id, finish_reason="error", failure=Failure("overloaded", "full", retry_after_s=1)
-    )
+    fake.fail(Failure("overloaded", "full", retry_after_s=1))
     assert status() == 200  # it has answered
-    fake.reply = lambda request: Output(
-        request_id=request.request_id, finish_reason="error", failure=Failure("internal", "broken")
-    )
+    fake.fail(Failure("internal", "broken"))
     assert status() == 503
     fake.die()
     stack.ready()

@@ -65,14 +65,20 @@ def test_inputs_and_formats(embedder: Stack) -> None:
     assert len(client.embeddings.create(model="tiny", input="Hello").data[0].embedding) == SIZE
 
 
-def test_the_tokenizer_adds_the_tokens_that_the_model_expects(make_stack: Any, make_replica: Any) -> None:
-    """Qwen3-Embedding's ends every text with a token, whose hidden state is the embedding."""
+def ending_texts(make_stack: Any, make_replica: Any) -> tuple[Any, Any, int]:
+    """A router whose tokenizer ends every text with a token, its replica, and the token."""
     backend = byte_level_backend()
     end = backend.token_to_id("<|endoftext|>")
     backend.post_processor = processors.TemplateProcessing("$A <|endoftext|>", None, [("<|endoftext|>", end)])
     fake = make_replica()
     fake.reply = embeds
     stack = make_stack(fake, tokens=Tokenizer(backend))
+    return stack, fake, end
+
+
+def test_the_tokenizer_adds_the_tokens_that_the_model_expects(make_stack: Any, make_replica: Any) -> None:
+    """Qwen3-Embedding's ends every text with a token, whose hidden state is the embedding."""
+    stack, fake, end = ending_texts(make_stack, make_replica)
     stack.client.embeddings.create(model="tiny", input=["Hello", ""])
     assert [request.prompt_ids[-1] for request in fake.requests()] == [end, end]
 
@@ -91,12 +97,7 @@ def test_the_tokenizer_adds_the_tokens_that_the_model_expects(make_stack: Any, m
 def test_a_text_that_is_cut_keeps_its_special_tokens(
     make_stack: Any, make_replica: Any, fields: dict[str, Any], kept: slice
 ) -> None:
-    backend = byte_level_backend()
-    end = backend.token_to_id("<|endoftext|>")
-    backend.post_processor = processors.TemplateProcessing("$A <|endoftext|>", None, [("<|endoftext|>", end)])
-    fake = make_replica()
-    fake.reply = embeds
-    stack = make_stack(fake, tokens=Tokenizer(backend))
+    stack, fake, end = ending_texts(make_stack, make_replica)
     long = "The capital of France. " * CONTEXT
     plain = stack.tokenizer.encode(long, False)
     ask = f"{stack.url}/v1/embeddings"
@@ -162,9 +163,7 @@ def test_another_model_is_not_there(embedder: Stack) -> None:
 
 def test_a_replicas_refusal_names_the_input(embedder: Stack) -> None:
     (fake,) = embedder.fakes.values()
-    fake.reply = lambda request: Output(
-        request_id=request.request_id, finish_reason="error", failure=Failure("invalid", "too long", "prompt")
-    )
+    fake.fail(Failure("invalid", "too long", "prompt"))
     answer = httpx.post(f"{embedder.url}/v1/embeddings", json={"model": "tiny", "input": "a"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
 

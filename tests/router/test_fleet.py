@@ -20,16 +20,10 @@ from router.known_replica import PACE_S
 from router.optimistic_prefixes import EXPIRES_S
 from router.placement import rank
 from router.programs import Home
+from tests.clock import Clock
 from worker.messages import CacheEvents, LengthSample, ReplicaLoad, decode_from_replica, encode
 
 PROMPT = list(range(100, 164))
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Publisher:

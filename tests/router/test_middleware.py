@@ -12,7 +12,7 @@ from router import middleware, request_id
 from router.api import create_app
 from router.config import RouterConfig
 from router.models import Models
-from worker.messages import Failure, Output
+from worker.messages import Failure
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = {"model": "tiny", "messages": HELLO}
@@ -64,7 +64,7 @@ def test_a_failure_is_logged_by_its_id(
 ) -> None:
     fake = make_replica()
     failure = Failure("internal", "the GPU is on fire")
-    fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=failure)
+    fake.fail(failure)
     stack = make_stack(fake)
     with caplog.at_level(logging.ERROR):
         answer = httpx.post(f"{stack.url}/v1/chat/completions", json=CHAT | {"stream": stream})
@@ -79,7 +79,7 @@ def test_a_refusal_is_logged_by_its_id(
 ) -> None:
     fake = make_replica()
     failure = Failure("overloaded", "the queue is full", retry_after_s=3.0)
-    fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=failure)
+    fake.fail(failure)
     stack = make_stack(fake)
     headers = {request_id.HEADER: "mine"}
     with caplog.at_level(logging.INFO, "router.middleware"):

@@ -1,31 +1,13 @@
 """Text, log probabilities and reasons to stop of one sequence."""
 
-from itertools import pairwise
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.output_text import OutputText, Piece
 from router.tokenizer import Tokenizer
+from tests.router.outputs import outputs
 from worker.messages import Output, TokenLogprobs
-
-
-def outputs(token_ids: list[int], cuts: list[int], **end: Any) -> list[Output]:
-    """The tokens in pieces that end at `cuts`."""
-    bounds = [0, *sorted({cut for cut in cuts if 0 < cut < len(token_ids)}), len(token_ids)]
-    made = [
-        Output(
-            request_id="a",
-            token_ids=token_ids[start:stop],
-            logprobs=[TokenLogprobs(token_id, -1.0) for token_id in token_ids[start:stop]],
-        )
-        for start, stop in pairwise(bounds)
-    ]
-    for name, value in ({"finish_reason": "length"} | end).items():
-        setattr(made[-1], name, value)
-    return made
 
 
 def run(transcript: OutputText, messages: list[Output]) -> list[Piece]:

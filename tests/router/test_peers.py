@@ -12,17 +12,11 @@ from router.fleet import Fleet
 from router.known_replica import PEER_EXPIRES_S, PeerBooking
 from router.peers import Peers
 from router.prefix_reuse import PrefixReuse
+from tests.clock import Clock
 from tests.plane import SECRET
 from worker.messages import ReplicaLoad
 
 PROMPT = list(range(64))
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def fleet(clock: Callable[[], float] = Clock(), name: str = "me") -> Fleet:  # noqa: B008

@@ -459,7 +459,7 @@ def test_a_refused_request_changes_nothing(client: Client, stack: Any, tokenizer
     client.text("Hello", max_tokens=1)
     fake = stack.fakes["r0"]
     full = Failure("overloaded", "full", retry_after_s=1.0)
-    fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=full)
+    fake.fail(full)
     assert client.post(" a", program=NEXT).status_code == 429
     assert client.post(" a", "c", program={"parent": "b", "continues": True}).status_code == 429
     assert client.post(" a", program=NEXT, max_tokens=10_000).status_code == 400

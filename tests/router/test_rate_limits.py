@@ -17,6 +17,7 @@ from router.key_file import ANYBODY, ApiClient
 from router.metrics import Metrics
 from router.models import Models
 from router.rate_limits import REPEAT_S, TRUST_S, Kind, RateLimits, Ticket, duration
+from tests.clock import Clock
 
 
 class Router:
@@ -41,17 +42,9 @@ class Router:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.s = 100.0
-
-    def __call__(self) -> float:
-        return self.s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture
@@ -78,11 +71,11 @@ def test_requests_flow_off_evenly(router: Router, clock: Clock) -> None:
     refused = router.refusal(client)
     assert refused.headers is not None and refused.headers["Retry-After"] == "10"
     assert refused.headers["x-ratelimit-remaining-requests"] == "0" and "6 requests" in refused.message
-    clock.s += 10
+    clock.now_s += 10
     router.enter(client)
     assert router.refusal(client).headers["Retry-After"] == "10"  # type: ignore[index]
     assert router.count('shoal_client_requests_total{client="a",result="requests"}') == 2
-    clock.s += 60
+    clock.now_s += 60
     assert router.enter(client).headers()["x-ratelimit-remaining-requests"] == "5"
 
 
@@ -98,9 +91,9 @@ def test_tokens_count_when_they_are_used(router: Router, clock: Clock) -> None:
     ticket.end()
     assert router.count('shoal_client_tokens_total{client="a",kind="prompt"}') == 80
     assert router.count('shoal_client_tokens_total{client="a",kind="output"}') == 10
-    clock.s += 40
+    clock.now_s += 40
     assert router.limits.report() is not None
-    clock.s += 49
+    clock.now_s += 49
     assert router.limits.report() is None
     assert router.enter(client).headers()["x-ratelimit-remaining-tokens"] == "59"  # a debt outlives a minute
 
@@ -149,7 +142,7 @@ def tell(source: Router, *others: Router) -> None:
 def test_limits_hold_over_all_routers(clock: Clock) -> None:
     one, other = Router(clock), Router(clock)
     client = ApiClient("t", "a", requests_per_minute=6, tokens_per_minute=60)
-    clock.s += 1000
+    clock.now_s += 1000
     for _ in range(3):
         one.enter(client).add_tokens(prompt=10)
     tell(one, other)
@@ -157,7 +150,7 @@ def test_limits_hold_over_all_routers(clock: Clock) -> None:
     assert headers["x-ratelimit-remaining-requests"] == "2" and headers["x-ratelimit-remaining-tokens"] == "30"
     tell(other, one)
     assert one.enter(client).headers()["x-ratelimit-remaining-requests"] == "1"
-    clock.s += 1000  # what was heard long ago is forgotten, what is heard now is not
+    clock.now_s += 1000  # what was heard long ago is forgotten, what is heard now is not
     for _ in range(6):
         one.enter(client)
     tell(one, other)
@@ -171,13 +164,13 @@ def test_requests_at_once_are_counted_over_all_routers(clock: Clock) -> None:
     tell(one, other)
     other.refusal(client)
     for _ in range(10):  # those that run are told again and again
-        clock.s += REPEAT_S
+        clock.now_s += REPEAT_S
         tell(one, other)
     other.refusal(client)
     tickets[0].end()
     tell(one, other)
     other.enter(client)
-    clock.s += TRUST_S  # the router is gone, and with it its requests
+    clock.now_s += TRUST_S  # the router is gone, and with it its requests
     other.enter(client)
 
 
@@ -190,7 +183,7 @@ def test_nothing_is_told_twice(router: Router, clock: Clock) -> None:
     ticket.end()
     report = router.limits.report()
     assert report is not None and report.clients["t"].requests == 0 and report.clients["t"].running == 0
-    clock.s += 100
+    clock.now_s += 100
     assert router.limits.report() is None and not router.limits._used
 
 

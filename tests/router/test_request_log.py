@@ -13,7 +13,7 @@ import pytest
 
 from router import request_id, request_log
 from router.config import RouterConfig
-from worker.messages import Failure, Output
+from worker.messages import Failure
 
 Make = Callable[..., Any]
 SECRET = "my secret is 12345"
@@ -106,8 +106,7 @@ def test_requests_that_reach_no_replica_have_no_line(stack: Any, caplog: pytest.
 
 def test_a_refusal_has_the_fields_too(make_stack: Make, make_replica: Make, caplog: pytest.LogCaptureFixture) -> None:
     fake = make_replica()
-    failure = Failure("overloaded", "the queue is full", retry_after_s=3.0)
-    fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=failure)
+    fake.fail(Failure("overloaded", "the queue is full", retry_after_s=3.0))
     stack = make_stack(fake)
     with caplog.at_level(logging.INFO, "router"):
         assert httpx.post(f"{stack.url}/v1/chat/completions", json=CHAT, headers=MINE).status_code == 429

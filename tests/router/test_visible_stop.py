@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from router.output_text import Piece
 from router.prepared_request import PreparedRequest, chat_job, completion_job
 from router.requests import ChatRequest, CompletionRequest
 from router.tokenizer import Tokenizer
-from worker.messages import Output, TokenLogprobs
+from tests.router.outputs import outputs
 
 TEMPLATE = "{{ messages[0].content }}{% if tools %}{{ tools }}{% endif %}<tool_call></tool_call>"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -40,20 +39,6 @@ def prepared(tokenizer: Tokenizer, **fields: Any) -> PreparedRequest:
     return chat_job(request, tokenizer.output_format("auto", "auto"), tokenizer, 4096, 8, 0.0)
 
 
-def outputs(token_ids: Sequence[int], cuts: Sequence[int], finish_reason: Any) -> list[Output]:
-    bounds = [0, *sorted({cut for cut in cuts if 0 < cut < len(token_ids)}), len(token_ids)]
-    made = [
-        Output(
-            request_id="a",
-            token_ids=list(token_ids[start:end]),
-            logprobs=[TokenLogprobs(token_id, -1.0) for token_id in token_ids[start:end]],
-        )
-        for start, end in pairwise(bounds)
-    ]
-    made[-1].finish_reason = finish_reason
-    return made
-
-
 def answered(
     tokenizer: Tokenizer, job: PreparedRequest, text: str, cuts: Sequence[int] | None = None, ends: str = "stop"
 ) -> tuple[list[Delta], Piece, Answer, list[int]]:
@@ -63,7 +48,7 @@ def answered(
     deltas: list[Delta] = []
     offsets: list[int] = []
     piece = Piece()
-    for output in outputs(token_ids, range(len(token_ids)) if cuts is None else cuts, ends):
+    for output in outputs(token_ids, range(len(token_ids)) if cuts is None else cuts, finish_reason=ends):
         piece = answer.push(output)
         deltas += piece.parts
         offsets += [token.offset for token in piece.tokens]

@@ -5,7 +5,7 @@ from a `random.Random`, so that a number brings the same request back.
 import copy
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -391,6 +391,35 @@ def _inside(random: random.Random, value: Any) -> None:
             value[key] = copy.deepcopy(random.choice(JUNK))
             return
         value = value[key]
+
+
+def damaged_anywhere(random: random.Random, good: dict[str, Any]) -> bytes:
+    """The JSON of a good body with one to three places, however deep, overwritten, taken out or added to; now and then
+    with other bytes."""
+    body = copy.deepcopy(good)
+    for _ in range(random.randint(1, 3)):
+        container, key = random.choice(list(_places(body)) or [(body, "x")])
+        junk = copy.deepcopy(random.choice([*JUNK, random.choice(list(good.values()))]))
+        match random.randrange(4):
+            case 0 if key != "x":
+                del container[key]
+            case 1 if isinstance(container, dict):
+                container[random.choice(["x", "type", "role", "id", "status", "cache_control", "input"])] = junk
+            case _:
+                container[key] = junk
+    content = encoded(body)
+    if random.random() < 0.1:
+        at = random.randrange(len(content))
+        content = content[:at] + bytes([random.randrange(256)]) * random.randint(0, 3) + content[at + 1 :]
+    return content
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in a body, with each of its keys."""
+    for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        yield value, key
+        if isinstance(part, dict | list):
+            yield from _places(part)
 
 
 def _bytes(random: random.Random, content: bytes) -> bytes:

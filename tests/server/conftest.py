@@ -26,10 +26,10 @@ from router.defaults import SamplingDefaults
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.models import Models
-from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
 from router.tokenizer import Tokenizer
+from tests.placer import DirectPlacer
 from tests.plane import SECRET
 from tests.quick_http import local_socket
 from worker.config import WorkerConfig
@@ -38,24 +38,6 @@ WAIT_S = 60.0
 CONTEXT = 320
 MODEL = "tiny-llama"
 KV_TOKENS = 2048
-
-
-class Placer:
-    """Asks the fleet at once."""
-
-    def __init__(self, fleet: Fleet, replicas: Replicas) -> None:
-        self._fleet, self._replicas = fleet, replicas
-
-    async def place(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        exclude: frozenset[str],
-        refused: frozenset[str] = frozenset(),
-        home: Home | None = None,
-        output_limit: int | None = None,
-    ) -> str:
-        return self._fleet.place(request_id, prompt_ids, self._replicas.ready - refused, home, output_limit).replica_id
 
 
 class Model:
@@ -76,7 +58,7 @@ class Model:
         self.service = Service(
             tokenizer,
             self.links,
-            Placer(self.fleet, self.links),
+            DirectPlacer(self.fleet, self.links, 0),
             self.fleet,
             metrics.model(name),
             model=name,

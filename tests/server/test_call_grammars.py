@@ -16,13 +16,12 @@ import pytest
 import xgrammar
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from bench.correctness.tool_schemas import Spelling, made_tools
-from bench.correctness.tool_validity import Called, problem_of
 from router.conversation import Tool
 from router.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta, joined
 from router.formats.families import HARMONY, TOOLS, named
 from router.formats.lexer import Lexer
 from tests.conftest import NIGHTLY
+from tests.server.tool_schemas import Spelling, made_tools, problem_of
 from worker.structured_output.call_formats import MARKERS
 from worker.structured_output.compilation import after, kept_apart
 from worker.structured_output.ebnf import START, to_text
@@ -138,6 +137,37 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., WalkedVoca
     return cache(lambda *given: WalkedVocabulary(tmp_path_factory.mktemp("vocabulary"), *given))
 
 
+def test_the_tools_use_all_of_the_language_and_come_back_by_number() -> None:
+    made = [made_tools(number) for number in range(200)]
+    words = """$ref $defs anyOf oneOf allOf enum const prefixItems patternProperties propertyNames additionalProperties
+    format pattern minLength maxLength minimum exclusiveMaximum multipleOf minItems maxItems""".split()
+    assert [word for word in words if f'"{word}"' not in json.dumps(made)] == []
+    assert made[7] == made_tools(7) != made_tools(8)
+    for tool in (tool for tools in made[:40] for tool in tools):
+        jsonschema.Draft202012Validator.check_schema(tool["function"]["parameters"])
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ('{"n": 3, "when": "10:00:00.5Z", "long": "P1DT2H"}', None),
+        ('{"n": 4}', "4 "),
+        ("{}", "'n' "),
+        ('{"n": 1, "when": "25:00:00Z"}', "'25:00:00Z' "),
+        ('{"n": 1, "long": "P"}', "'P' "),
+        ('{"n": 1', "Expecting "),
+        ("[]", "[] "),
+    ],
+)
+def test_a_call_is_judged(written: str, problem: str | None) -> None:
+    properties = {"when": {"format": "time"}, "long": {"format": "duration"}, "n": {"maximum": 3}}
+    parameters = {"type": "object", "properties": properties, "required": ["n"]}
+    tools = [{"type": "function", "function": {"name": "plan", "parameters": parameters}}]
+    found = problem_of(tools, "plan", written)
+    assert found is None if problem is None else found is not None and found.startswith(problem)
+    assert problem_of(tools, "other", written) is not None
+
+
 @pytest.mark.parametrize("bound", [False, True], ids=["characters", "tokens"])
 @pytest.mark.parametrize("name", [*TOOLS, HARMONY])
 def test_every_text_is_valid(name: str, bound: bool, walked: Callable[..., WalkedVocabulary]) -> None:
@@ -182,7 +212,7 @@ def test_every_text_is_valid(name: str, bound: bool, walked: Callable[..., Walke
             written = {delta.index: delta.text for delta in deltas if isinstance(delta, CallArguments)}
             said = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
             for begin in begun:
-                assert problem_of(made, Called(begin.name, written[begin.index])) is None, text
+                assert problem_of(made, begin.name, written[begin.index]) is None, text
             assert has_form or mode == "auto" or begun, text
             if mode == "required" or (begun and has_form):
                 assert not said.strip() or name == HARMONY, text

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import termios
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -24,7 +22,7 @@ from starlette.routing import Route
 
 import shoal
 from tests.conftest import Reference
-from tests.quick_http import local_socket
+from tests.quick_http import served
 
 
 @pytest.fixture(scope="session")
@@ -108,16 +106,8 @@ def fake() -> Iterator[Fake]:
         Route("/v1/models", server.list_models),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
     ]
-    config = uvicorn.Config(Starlette(routes=routes), log_level="critical", timeout_graceful_shutdown=1)
-    uv = uvicorn.Server(config)
-    listening = local_socket()  # from now on a connection waits for the server instead of being refused
-    server.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    thread = threading.Thread(target=uv.run, kwargs={"sockets": [listening]})
-    thread.start()
-    yield server
-    uv.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
+    with served(Starlette(routes=routes)) as server.url:
+        yield server
 
 
 class InTerminal:

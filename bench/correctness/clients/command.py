@@ -122,7 +122,7 @@ def parser() -> Parser:
     p.add_argument(
         "--folder", type=Path, help="folder of the model's files, which guidellm and lm-eval need to compare with"
     )
-    p.add_argument("--name", default="clients", help="name of the result (default: %(default)s)")
+    results.add_options(p, "clients")
     return p
 
 
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         for each in tried
     }
-    print(f"written: {results.write(args.name, figures, {'model': model, 'clients': clients}).name}")
+    print(f"written: {results.write(args.name, figures, {'model': model, 'clients': clients}, folder=args.out).name}")
     return 0 if all(each.working == 1 for each in tried) else 1
 
 

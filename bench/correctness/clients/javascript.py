@@ -5,7 +5,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+
+from bench.correctness.clients.checks import Check, Checks
 
 WAIT_S = 240
 
@@ -18,6 +21,16 @@ def modules() -> Path:
         if folder.is_dir():
             return folder
     raise AssertionError("there are no packages of npm's: run with --environments, or have npm install them")
+
+
+def add(checks: Checks, script: str, features: Mapping[str, str]) -> None:
+    """Adds features of a script of this folder. `features`: what each is about, by its name in the script."""
+
+    def check(feature: str) -> Check:
+        return lambda at: run(script, feature, at.url, at.model)
+
+    for name, about in features.items():
+        checks(about)(check(name))
 
 
 def run(script: str, feature: str, url: str, model: str) -> None:

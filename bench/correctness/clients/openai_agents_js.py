@@ -4,22 +4,17 @@ from bench.correctness.clients import javascript
 from bench.correctness.clients.checks import Checks, ServedModel
 from bench.correctness.clients.director import Director
 
-checks = Checks()
 SCRIPT = "openai_agents.mjs"
+FEATURES = {
+    "text": "a run, and a streamed one",
+    "tools": "a tool is called and its result sent back, whole and streamed",
+    "turns": "second turns: a session, and a list with everything that was said",
+    "output": "outputType",
+    "full": "a full context has its own code",
+}
 
-
-def _run(at: ServedModel, feature: str) -> None:
-    javascript.run(SCRIPT, feature, at.url, at.model)
-
-
-@checks("a run, and a streamed one")
-def text(at: ServedModel) -> None:
-    _run(at, "text")
-
-
-@checks("a tool is called and its result sent back, whole and streamed")
-def tools(at: ServedModel) -> None:
-    _run(at, "tools")
+checks = Checks()
+javascript.add(checks, SCRIPT, FEATURES)
 
 
 @checks("chat: an answer with a text and a call is sent back")
@@ -31,18 +26,3 @@ def said(at: ServedModel) -> None:
         director.told()
         (_, second, *_) = director.exchanges
         assert not director.refused and "messages[].content[].role" in second.headers["x-shoal-ignored"], second
-
-
-@checks("second turns: a session, and a list with everything that was said")
-def turns(at: ServedModel) -> None:
-    _run(at, "turns")
-
-
-@checks("outputType")
-def output(at: ServedModel) -> None:
-    _run(at, "output")
-
-
-@checks("a full context has its own code")
-def full(at: ServedModel) -> None:
-    _run(at, "full")

@@ -3,15 +3,12 @@
 import asyncio
 import json
 import re
-import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -20,6 +17,7 @@ from starlette.routing import Route
 from bench.chaos import steady_load
 from bench.chaos.steady_load import Failed, Flight, Question, SteadyLoad, questions
 from bench.load.http import Broken
+from tests.quick_http import served
 
 
 @dataclass
@@ -55,22 +53,9 @@ class Answers:
 @pytest.fixture
 def answers() -> Iterator[Answers]:
     made = Answers()
-    config = uvicorn.Config(
-        Starlette(routes=[Route("/v1/completions", made.complete, methods=["POST"])]),
-        port=0,
-        log_level="critical",
-        timeout_graceful_shutdown=1,
-    )
-    server = uvicorn.Server(config)
-    listening: socket.socket = config.bind_socket()
-    made.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    listening.listen()
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    yield made
-    server.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
+    app = Starlette(routes=[Route("/v1/completions", made.complete, methods=["POST"])])
+    with served(app) as made.url:
+        yield made
 
 
 def load(answers: Answers, question: Question) -> SteadyLoad:

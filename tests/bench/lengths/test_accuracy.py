@@ -59,7 +59,7 @@ def test_packages_that_are_there_are_not_fetched(packages: Path, monkeypatch: py
 def test_a_run_goes_on_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, asked = tmp_path / "outputs.jsonl", [KindedPrompt("k", str(i)) for i in range(5)]
     path.write_text(
-        "\n".join(json.dumps({"number": i, "kind": "k", "produced": [i], "was_cut": [False]}) for i in range(3)) + "\n"
+        "\n".join(json.dumps({"number": i, "kind": "k", "produced": i, "was_cut": False}) for i in range(3)) + "\n"
     )
 
     class FakeEngine:
@@ -79,7 +79,7 @@ def test_a_run_goes_on_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(accuracy.shoal, "Engine", FakeEngine)
     outputs = accuracy.answer(asked, path, "model", 10)
-    assert [output["produced"] for output in outputs] == [[0], [1], [2], [3], [4]]
+    assert [output["produced"] for output in outputs] == [0, 1, 2, 3, 4]
     monkeypatch.setattr(accuracy.shoal, "Engine", lambda *_, **__: pytest.fail("all is known"))
     assert accuracy.answer(asked, path, "model", 10) == outputs
     assert accuracy.answer(asked[:2], path, "model", 10) == outputs[:2]
@@ -89,7 +89,7 @@ def test_a_run_goes_on_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_second_half_counts() -> None:
     """A token that tells the length is learned in the first half; the kinds would tell it exactly."""
-    outputs = [{"kind": str(i % 3), "produced": [10 ** (i % 3)], "was_cut": [False]} for i in range(600)]
+    outputs = [{"kind": str(i % 3), "produced": 10 ** (i % 3), "was_cut": False} for i in range(600)]
     found = accuracy.replay([[5, 6, 100 + i % 3, 7] for i in range(600)], outputs, 2000)
     most = (2 / 3) ** 0.5  # tau-b of predictions that all differ, for three lengths
     assert found["tau.at_arrival"] == pytest.approx(most, abs=0.01) and found["tau.of_kinds"] == pytest.approx(1.0)

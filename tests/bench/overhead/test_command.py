@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.overhead import command, throughput
+from bench.overhead import command
 
 
 @pytest.mark.bench
@@ -22,15 +22,6 @@ def test_a_small_run_finds_every_figure(tmp_path: Path, capsys: pytest.CaptureFi
     }
     assert 0 < values["fleet.overhead.cores_per_100k_tok_s"] < 1000 and values["fleet.overhead.ttft_ms"] > 0
     assert "tokens per event" in capsys.readouterr().out
-
-
-@pytest.mark.bench
-def test_a_replica_is_measured_with_a_router_and_without(tmp_path: Path) -> None:
-    few = ["--shape", "tiny", "--device", "cpu", "--streams", "2", "--rounds", "1"]
-    assert throughput.main([*few, "--name", "small", "--out", str(tmp_path)]) == 0
-    figures = json.loads((tmp_path / "small.json").read_text())["figures"]
-    values = {figure["name"].removeprefix("fleet.overhead."): figure["value"] for figure in figures}
-    assert values["throughput"] == pytest.approx(1 - values["routed_tok_s"] / values["direct_tok_s"])
 
 
 def test_a_prompt_shares_no_prefix_with_another() -> None:

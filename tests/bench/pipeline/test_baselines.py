@@ -1,37 +1,19 @@
 """The schedules of other systems."""
 
-import numpy as np
 import pytest
 
 from bench.pipeline.baselines import BASELINES, Hybrid
 from bench.pipeline.layout import SCHEDULES, Setting
-from pipeline.policy import PolicySettings, SchedulerView
+from pipeline.policy import PolicySettings
 from pipeline.schedule import POLICIES, make_policy
 from pipeline.shape import BatchShape
+from tests.pipeline.filling import fill, view
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
 
 
 def policy(name, token_budget=1024):
     return make_policy(BASELINES[name], PolicySettings(4, token_budget))
-
-
-def view(decodes=(), waiting=(), **more):
-    """Sequences that decode, by context, none in flight; and the remaining tokens of the others."""
-    counts = {"decoding": len(decodes), "decoding_context": sum(decodes)}
-    return SchedulerView(**{**counts, "waiting": len(waiting), "waiting_tokens": sum(waiting), **more})
-
-
-def fill(budget, decodes=(), prompts=()):
-    """Decodes taken and the chunks of prompts, each (start, missing)."""
-    taken = budget.take_decodes(np.array(decodes, dtype=np.int64))
-    sizes = []
-    for start, missing in prompts:
-        size = budget.chunk(start, missing, missing)
-        if size:
-            budget.add(start, size)
-        sizes.append(size)
-    return taken, sizes
 
 
 def test_baselines_are_choices_of_the_benchmark_and_not_of_a_replica():

@@ -1,15 +1,17 @@
 """A job over HTTP is sent token for token and counted by the server's own tokens."""
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.replica import over_http
+from bench.replica import cpu_usage, over_http
 from bench.replica.offline_workloads import HIGHEST_ID, JOBS
-from bench.replica.server_process import ServerFailed
+from bench.replica.server_process import ServerFailed, end
 
 Fake = Any  # of conftest.py
 JOB = ([[1, 2, 3], [HIGHEST_ID, 5]], [4, 2])
@@ -57,3 +59,20 @@ def test_a_shifted_job_has_the_same_lengths_and_nothing_in_common() -> None:
     assert same == lengths and [len(prompt) for prompt in moved] == [len(prompt) for prompt in prompts]
     assert not {tuple(prompt[:16]) for prompt in moved} & {tuple(prompt[:16]) for prompt in prompts}
     assert over_http.shifted((prompts, lengths), 0) == (prompts, lengths)
+
+
+def test_cpu_time_is_told_apart_by_what_a_process_is_for() -> None:
+    before = cpu_usage.cpu_s()
+    work = "sum(i * i for i in range(2_000_000)); print('done', flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", work, "ray::Rank"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "done\n"
+        used = cpu_usage.since(before)
+    finally:
+        end(child)
+    assert used["ranks"] > 0.02 and used[cpu_usage.CLIENT] >= 0
+    measured = {"output_tok_s": 90.0, "rounds": [{"output_tokens": 1000, "cpu_s": {"routers": 0.02, "ranks": 9.0}}] * 2}
+    assert "ranks 9000.0, routers 20.0" in over_http.line(measured)

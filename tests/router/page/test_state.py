@@ -17,7 +17,7 @@ from router.metrics import Metrics
 from router.models import Models
 from router.page.routes import PAGE, security_policy
 from router.page.state import server_state
-from worker.messages import Failure, Output, ReplicaLoad
+from worker.messages import Failure, ReplicaLoad
 
 Make = Callable[..., Any]
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
@@ -72,8 +72,7 @@ def test_what_autoscaling_wants_is_told_with_its_reason(stack: Any) -> None:
 
 def test_refusals_are_counted_by_reason(make_stack: Make, make_replica: Make) -> None:
     fake = make_replica()
-    failure = Failure("overloaded", "the queue is full", retry_after_s=3.0)
-    fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=failure)
+    fake.fail(Failure("overloaded", "the queue is full", retry_after_s=3.0))
     stack = make_stack(fake)
     for stream in (True, False):
         assert httpx.post(f"{stack.url}/v1/chat/completions", json=CHAT | {"stream": stream}).status_code == 429

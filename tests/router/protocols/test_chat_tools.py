@@ -14,18 +14,9 @@ from router.chat_template import ChatTemplate, TemplateError
 from router.config import RouterConfig
 from router.conversation import Conversation, Message, Tool, ToolCall
 from router.tokenizer import Tokenizer
-from worker.messages import Failure, Generate, Output
+from tests.router.protocols.thinking import CALL, THINKER
+from worker.messages import Failure, Generate
 
-# As Qwen3's: tools in the system's message, thinking in the history, calls as JSON between tags.
-THINKER = (
-    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function.name }} {{ call.function.arguments | tojson }}"
-    '\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{# <tool_call> {"name", "arguments"} #}'
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
 # As gpt-oss's: one call of a message, thinking under another name, results after the last call's name.
 HARMONY_TEMPLATE = (
     "{% set last = namespace(name='') %}{% for m in messages %}{% if m.tool_calls %}"
@@ -45,7 +36,6 @@ WEATHER = {
     },
 }
 ASK = [{"role": "user", "content": "How is it in Oslo?"}]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
 @pytest.fixture
@@ -288,10 +278,7 @@ def test_whose_schema_is_at_fault_is_named(says: Callable[..., Any]) -> None:
         ("response_format", {"extra_body": {"guided_choice": ["a"]}}, "guided_choice"),
         ("tools", {"response_format": JSON}, "tools"),
     ):
-        failure = Failure("invalid", "not at # is not supported", told)
-        stack.fakes["r0"].reply = lambda request, failure=failure: Output(
-            request_id=request.request_id, finish_reason="error", failure=failure
-        )
+        stack.fakes["r0"].fail(Failure("invalid", "not at # is not supported", told))
         with pytest.raises(openai.BadRequestError) as raised:
             chat(stack, **fields)
         assert raised.value.param == param

@@ -16,31 +16,16 @@ from anthropic import Anthropic
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.tokenizer import Tokenizer
+from tests.router.protocols.thinking import CALL, THOUGHT
+from tests.server.bodies import damaged_anywhere
 
 REPLY = "The quick brown fox — naïve café 🦊👩‍👩‍👧 jumps over 12 lazy dogs."
-# As Qwen3's: tools in the system's message, thinking in the history, none after an empty one.
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function.name }} {{ call.function.arguments | tojson }}"
-    '\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{# <tool_call> {"name", "arguments"} #}'
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL = {
     "name": "weather",
     "description": "The weather of a city.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-THOUGHT = "<think>\nIt is cold.\n</think>\n\nCold."
-
-
-@pytest.fixture
-def thinker(byte_level_tokenizer_maker: Callable[[], tokenizers.Tokenizer]) -> Tokenizer:
-    return Tokenizer(byte_level_tokenizer_maker(), ChatTemplate(TEMPLATE, {}))
 
 
 @pytest.fixture
@@ -344,10 +329,6 @@ def test_errors_of_the_service(
 
 # ---------------------------------------------------------------- damaged requests
 
-JUNK: list[Any] = [
-    None, True, 0, -1, 2**63, 2**64, 0.5, 1e308, "", "x", "\x00", "🦊", [], [[]], [None], {}, {"a": 1}, {"type": "x"},
-    {"type": "text"}, {"type": "tool_use"}, [{"role": "user"}], [{"type": "image"}], "x" * 5000, [0] * 500,
-]  # fmt: skip
 VALID: dict[str, Any] = {
     "model": "tiny",
     "max_tokens": 5,
@@ -381,32 +362,6 @@ VALID: dict[str, Any] = {
 }
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container in a body, with each of its keys."""
-    for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        yield value, key
-        if isinstance(part, dict | list):
-            yield from places(part)
-
-
-def damaged(chance: random.Random) -> bytes:
-    body = json.loads(json.dumps(VALID))
-    for _ in range(chance.randint(1, 3)):
-        container, key = chance.choice(list(places(body)))
-        match chance.randrange(4):
-            case 0:
-                del container[key]
-            case 1 if isinstance(container, dict):
-                container[chance.choice(["x", "type", "role", "cache_control", "input"])] = chance.choice(JUNK)
-            case _:
-                container[key] = chance.choice(JUNK)
-    data = json.dumps(body).encode()
-    if chance.random() < 0.1:
-        at = chance.randrange(len(data))
-        data = data[:at] + bytes([chance.randrange(256)]) * chance.randint(0, 3) + data[at + 1 :]
-    return data
-
-
 def test_damaged_requests(says: Callable[..., Any]) -> None:
     """None is the server's fault, and all errors have Anthropic's form."""
     statuses = []
@@ -415,7 +370,7 @@ def test_damaged_requests(says: Callable[..., Any]) -> None:
         for number in range(300):
             chance = random.Random(number)
             path = chance.choice(["/v1/messages", "/v1/messages", "/v1/messages/count_tokens"])
-            content = damaged(chance)
+            content = damaged_anywhere(chance, VALID)
             answer = http.post(path, content=content)
             statuses.append(answer.status_code)
             assert answer.status_code < 500, (number, content, answer.text)

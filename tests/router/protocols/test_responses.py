@@ -13,29 +13,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import tokenizers
 from pydantic import BaseModel
 
-from router.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.protocols.response_store import FILE, ResponseStore
 from router.protocols.responses_runs import READERS
 from router.tokenizer import Tokenizer
+from tests.router.protocols.thinking import CALL, THOUGHT
 from worker.client_turns import ClientTurns
 from worker.messages import Generate
 
-from ...server.bodies import JUNK
+from ...server.bodies import damaged_anywhere
 
-# As Qwen3's: tools in the system's message, thinking in the history, calls as JSON between tags.
-THINKER = (
-    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function.name }} {{ call.function.arguments | tojson }}"
-    '\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{# <tool_call> {"name", "arguments"} #}'
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
 WEATHER: dict[str, Any] = {
     "type": "function",
     "name": "weather",
@@ -43,13 +32,6 @@ WEATHER: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     "strict": False,
 }
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-THOUGHT = "<think>\nIt is cold.\n</think>\n\nCold."
-
-
-@pytest.fixture
-def thinker(byte_level_tokenizer_maker: Callable[[], tokenizers.Tokenizer]) -> Tokenizer:
-    return Tokenizer(byte_level_tokenizer_maker(), ChatTemplate(THINKER, {}))
 
 
 @pytest.fixture
@@ -779,37 +761,13 @@ GOOD: dict[str, Any] = {
 }
 
 
-def damaged(number: int) -> Any:
-    """The good body, with one to three places overwritten, taken out or added to."""
-    chance = random.Random(number)
-    body = json.loads(json.dumps(GOOD))
-    for _ in range(chance.randint(1, 2)):
-        place: Any = body
-        while True:
-            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-            key = chance.choice(keys) if keys else None
-            if key is not None and isinstance(place[key], dict | list) and place[key] and chance.random() < 0.7:
-                place = place[key]
-                continue
-            break
-        junk = chance.choice([*JUNK, chance.choice(list(GOOD.values()))])
-        if key is not None and chance.random() < 0.3:
-            del place[key]
-        elif isinstance(place, dict):
-            name = chance.choice([key, chance.choice(["type", "id", "x", "status"])])
-            place[name if isinstance(name, str) else "x"] = junk
-        elif key is not None:
-            place[key] = junk
-    return body
-
-
 def test_damaged_requests(says: Callable[..., Any]) -> None:
     stack = says("Cold.")
     statuses: dict[int, int] = {}
     with httpx.Client(base_url=stack.url, timeout=20) as client:
         assert client.post("/v1/responses", json=GOOD).status_code == 200
         for number in range(DAMAGED):
-            answer = client.post("/v1/responses", content=json.dumps(damaged(number)).encode())
+            answer = client.post("/v1/responses", content=damaged_anywhere(random.Random(number), GOOD))
             statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
             assert answer.status_code in (200, 400, 404), f"{number}: {answer.text}"
             if answer.status_code == 400:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 import shoal
-from bench.programs.scripted_endpoint import ScriptedEndpoint, script, tokenize
+from tests.shoal.lang.scripted_endpoint import ScriptedEndpoint, script, tokenize
 
 CHAT = "<system>Be brief.<user>Say it.<assistant>"
 

@@ -39,6 +39,13 @@ def call(number: int) -> Call:
     return Call("program", f"{number}", "parent", 5, text, [], None, "", False, GenParams())
 
 
+def begun() -> tuple[Stream, ForkBatches, list[asyncio.Task[Generated]]]:
+    """Two calls that go together."""
+    stream = Stream()
+    batches = stream.batches()
+    return stream, batches, [asyncio.create_task(batches.generate(call(i), {})) for i in range(2)]
+
+
 async def settled() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
@@ -46,9 +53,7 @@ async def settled() -> None:
 
 def test_the_end_of_the_stream_is_read_after_the_last_answer() -> None:
     async def run() -> None:
-        stream = Stream()
-        batches = stream.batches()
-        calls = [asyncio.create_task(batches.generate(call(i), {})) for i in range(2)]
+        stream, batches, calls = begun()
         for ready in stream.ready:
             ready.set()
         assert [(await answer).texts for answer in calls] == [["0"], ["1"]]
@@ -62,9 +67,7 @@ def test_the_end_of_the_stream_is_read_after_the_last_answer() -> None:
 
 def test_a_stream_without_callers_is_broken_off() -> None:
     async def run() -> None:
-        stream = Stream()
-        batches = stream.batches()
-        calls = [asyncio.create_task(batches.generate(call(i), {})) for i in range(2)]
+        stream, batches, calls = begun()
         await settled()
         calls[0].cancel()
         await settled()
@@ -78,9 +81,7 @@ def test_a_stream_without_callers_is_broken_off() -> None:
 
 def test_calls_that_are_given_up_at_once_send_nothing() -> None:
     async def run() -> None:
-        stream = Stream()
-        batches = stream.batches()
-        calls = [asyncio.create_task(batches.generate(call(i), {})) for i in range(2)]
+        stream, batches, calls = begun()
         await asyncio.sleep(0)  # the batch is open
         for cancelled in calls:
             cancelled.cancel()

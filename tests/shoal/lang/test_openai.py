@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import shoal
-from bench.programs.scripted_endpoint import ScriptedEndpoint, script, tokenize
+from tests.shoal.lang.scripted_endpoint import ScriptedEndpoint, script, tokenize
 
 CAPITAL = "Q: What is the capital of France?\nA:"
 CHAT = "<user>Say it.<assistant>"

@@ -9,10 +9,10 @@ import zlib
 import pytest
 
 import shoal
-from bench.programs.scripted_endpoint import ScriptedEndpoint, script, tokenize
 from shoal.lang.backend import Backend, Generated, OutputPiece
 from shoal.lang.ir import GenParams
 from shoal.lang.speculation import TRIES, Speculation
+from tests.shoal.lang.scripted_endpoint import ScriptedEndpoint, script, tokenize
 
 PROMPT = "Ada Lovelace was born in 1815 and wrote programs.\nName:"
 ANSWER = " Ada Lovelace\nYear: 1815\nWork: programs\n\nName: Bob"

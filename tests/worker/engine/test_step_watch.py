@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.shape import BatchShape
+from tests.clock import Clock
 from tests.worker.fakes import any_models
 from worker.engine.cost_store import CostStore
 from worker.engine.step_watch import FACTOR, LEAST_S, WARM, StepWatch
@@ -12,14 +13,6 @@ from worker.step import Chunk, Plan
 
 LONGEST_S = 600.0
 NOBODY = np.empty(0, dtype=np.int64)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def step(number: int, tokens: int = 1, drafts: dict[int, list[int]] | None = None) -> ScheduledStep:

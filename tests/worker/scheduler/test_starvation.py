@@ -112,13 +112,19 @@ def test_a_large_sequence_does_not_starve_behind_small_ones() -> None:
     assert replica.first_s[large] - replica.sent_s[large] < 30
 
 
-def test_nor_behind_those_that_take_longer_than_expected() -> None:
-    """The limits of the others tell nothing, and they are ten times as long as they have been."""
+def of_short_outputs() -> VirtualReplica:
+    """A replica that has learned that outputs are far shorter than their limits."""
     replica = VirtualReplica(8_000, max_running=16)
     for _ in range(200):
         replica.send("many", 50, 4000, ends=20)
     while replica.scheduler.has_work:
         replica.step()
+    return replica
+
+
+def test_nor_behind_those_that_take_longer_than_expected() -> None:
+    """The limits of the others tell nothing, and they are ten times as long as they have been."""
+    replica = of_short_outputs()
     for _ in range(20):
         replica.send("many", 50, 4000, ends=400)
     replica.run(1.0)
@@ -133,11 +139,7 @@ def test_nor_behind_those_that_take_longer_than_expected() -> None:
 
 def test_an_overtaker_that_does_not_end_in_time_gives_way() -> None:
     """Outputs were short so far, so those that overtake are expected to be."""
-    replica = VirtualReplica(8_000, max_running=16)
-    for _ in range(200):
-        replica.send("many", 50, 4000, ends=20)
-    while replica.scheduler.has_work:
-        replica.step()
+    replica = of_short_outputs()
     early = replica.send("early", 3_000, 300)
     replica.run(0.5)
     large = replica.send("large", 6_000, 100)

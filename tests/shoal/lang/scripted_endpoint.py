@@ -1,5 +1,5 @@
 """An endpoint whose answers follow from the text, over HTTP: OpenAI's completions and chat completions, and Anthropic's
-messages, streamed or not. Tests and benchmarks compare runs on it, since it gives the same answer to the same text.
+messages, streamed or not. Tests compare runs on it, since it gives the same answer to the same text.
 """
 
 import json

@@ -1,14 +1,19 @@
-"""Tools with generated schemas: a number brings the same tool back.
+"""Tools with generated schemas, and the judgement of their calls: a number brings the same tool back.
 
 The schemas use what tools of agents use, and more of it: nested objects, arrays and tuples, enums, numbers with limits,
 strings with lengths, patterns and formats, optional properties, maps, unions, `allOf`, references, also of a schema to
 itself, and names with any characters.
 """
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import jsonschema
+
+from bench.schemas import formats
 
 Spelling = Literal["any", "tags", "python"]
 
@@ -191,3 +196,17 @@ def made_tools(number: int, names: Spelling = "any") -> list[dict[str, Any]]:
     chance = random.Random(number)
     called = chance.sample(TOOL_NAMES, chance.choice([1, 1, 2, 3]))
     return [ToolMaker(chance, names).tool(name) for name in called]
+
+
+def problem_of(tools: Iterable[dict[str, Any]], name: str, written: str) -> str | None:
+    """The fault of a call with its arguments as they are written; None if it is valid. `tools`: as chat completions
+    take them."""
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    if name not in schemas:
+        return f"no tool is called {name!r}"
+    try:
+        arguments = json.loads(written)
+        jsonschema.Draft202012Validator(schemas[name], format_checker=formats.FORMATS).validate(arguments)
+    except (ValueError, jsonschema.ValidationError) as error:
+        return str(error).splitlines()[0][:300]
+    return None if isinstance(arguments, dict) else "the arguments are no object"
