@@ -301,7 +301,7 @@ def test_resumed_and_aborted(engine, plain: list[Finished]) -> None:
 
     while not one.load().drafted:
         if not one.has_work:
-            one._grammar_queue.wait()
+            one.readiness.wait()
         hear(one.step())
     one.abort([str(i) for i in range(0, len(PROMPTS), 2)])
     hear(outputs(one))
