@@ -17,12 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pipeline.meter import Meter
-from radix.checkpoints import CheckpointTree
 from radix.events import Event
-from radix.pages import PagePool
 from radix.snapshot import SnapshotWalk
-from radix.tree import Tree
-from radix.windows import WindowTree
 from worker.config import WorkerConfig
 from worker.drafts import Drafter, SpeculativeDecoding, make_drafters, make_jump_forward
 from worker.drafts.model import ModelDrafter
@@ -147,22 +143,6 @@ class Engine:
             parts
         )
         self._lengths = LengthStore() if lengths is None else lengths
-        pool = PagePool(self.executor.num_pages, config.page_size)
-        if self.executor.num_checkpoints:
-            states = PagePool(self.executor.num_checkpoints, config.page_size)
-            self.tree: Tree = CheckpointTree(config.page_size, pool, states, on_event=on_event)
-        elif (window := self.executor.window) is not None:
-            of_windows = PagePool(window.num_pages, config.page_size)
-            self.tree = WindowTree(
-                config.page_size,
-                pool,
-                of_windows,
-                window.window_tokens,
-                on_event=on_event,
-                in_chunks=window.in_chunks,
-            )
-        else:
-            self.tree = Tree(config.page_size, pool, on_event=on_event)
         overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap
         self.timeline = StageTimeline(config.pp, self.costs)
         self.watch = StepWatch(self.costs, config.longest_step_s, self.executor.device.type)
@@ -173,7 +153,7 @@ class Engine:
             speculation = SpeculativeDecoding(drafters, self.costs.seconds, most, exposed_s, rows=rows)
         self.scheduler = Scheduler(
             config,
-            self.tree,
+            self.executor.layout,
             vocab_size=self.executor.vocab_size,
             context_length=self.executor.context_length,
             eos_token_ids=self.executor.eos_token_ids,
@@ -183,8 +163,9 @@ class Engine:
             clock=clock,
             speculation=speculation,
             lengths=self._lengths.predictor,
-            reuses_prefixes=not self.executor.has_states or self.executor.num_checkpoints > 0,
+            on_event=on_event,
         )
+        self.tree = self.scheduler.kv_cache.tree
         self._grammar_queue = GrammarQueue(self.grammars, on_ready)
         self._answer_checks = AnswerChecks(self.grammars, on_ready)
         self._adapter_queue = AdapterQueue(self.executor, config.max_cpu_loras, on_ready)

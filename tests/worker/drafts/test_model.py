@@ -24,9 +24,8 @@ from worker.drafts.drafter import Proposal
 from worker.drafts.model import ModelDrafter
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components, Engine, Finished, load_components
-from worker.executor.draft_memory import DraftBytes
 from worker.executor.draft_model import DraftModel
-from worker.executor.kv_cache import token_bytes
+from worker.executor.kv_cache import DraftBytes, token_bytes
 from worker.messages import Generate, Output
 from worker.models.draft_vocabulary import check_draft_model
 from worker.step import PENDING, Plan
