@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from worker.config import WorkerConfig
-from worker.kv_layout import KVGroup, KVLayout
+from worker.kv_layout import Kind, KVGroup, KVLayout
 from worker.models.config import DecoderConfig, decoder_config, read_config
 from worker.models.layer_specs import roofline_model
 
@@ -112,9 +112,10 @@ class KVBudget:
         pages = num_pages(tokens, page, next_to)
         windowed = self._windowed(own)
         full = [index for index in own.kv_layers if index not in windowed]
-        kind_of_all, kind = "latent" if own.latent is not None else "full", "chunk" if own.in_chunks else "window"
+        kind_of_all: Kind = "full" if self.whole.latent is None else "latent"
         groups = [KVGroup(kind_of_all, (*full,), page * self._bytes(own, full), pages)]
         if window is not None:
+            kind: Kind = "chunk" if self.whole.in_chunks else "window"
             unit_bytes = page * self._bytes(own, windowed)
             groups.append(KVGroup(kind, (*windowed,), unit_bytes, self._window_pages(window, pages), window))
         if self.whole.recurrent is not None:
