@@ -1,4 +1,4 @@
-"""What a tree has besides the KV of its prefixes, where more than that is needed to continue one.
+"""Components of a tree: what it has besides the KV of its prefixes, where more is needed to continue one.
 
 Some models need, besides the KV of a prefix, something that belongs to one position: the states after its last token
 (`radix.checkpoints`), or the KV of its last tokens in other layers (`radix.windows`). A component has this part for the
@@ -24,7 +24,7 @@ P = TypeVar("P")
 
 
 class Component(ABC, Generic[P]):
-    """One component of a tree. `pool`: of what its parts are made. `parts`: by the node at whose end they belong.
+    """A component of a tree. `pool`: of what its parts are made. `parts`: by the node at whose end they belong.
 
     Parts that the sequence which saved them alone has used go first, then those that others went on from, which are at
     most about half; of each the least recently used. Most prompts end in a way that none repeats.
@@ -43,7 +43,7 @@ class Component(ABC, Generic[P]):
 
     @abstractmethod
     def check_part(self, num_tokens: int, part: P) -> None:
-        """Raises ValueError unless `part` fits the end of so many tokens."""
+        """Raises ValueError unless `part` fits the end of `num_tokens` tokens."""
 
     def save(self, node: PagedNode, part: P) -> None:
         """Takes the part of `node`, which has none."""
@@ -87,7 +87,7 @@ class Component(ABC, Generic[P]):
             self._use_little(oldest)
 
     def _use_little(self, node: PagedNode) -> None:
-        """Makes `node`, which is in no order, the last used of those that nobody else has gone on from."""
+        """Makes `node`, which is in no order, the last used of those that no others have gone on from."""
         self._used_once[node] = None
 
     def _forget_use(self, node: PagedNode) -> None:

@@ -1,4 +1,4 @@
-"""What a request waits for before it may run, as named conditions: its grammar, its adapter.
+"""The conditions for which a request waits before it may run, by name: its grammar, its adapter.
 
 Each condition has a source, which tells when it holds for a request or cannot. KV that comes from elsewhere, or images
 that are encoded, are further sources: nothing else of the engine asks which conditions there are.

@@ -35,8 +35,8 @@ def build_attention(
     sinks: torch.Tensor | None,
     make: Callable[[AttentionShape, int, int | None, torch.Tensor | None], AttentionBackend],
 ) -> AttentionBackend:
-    """Builds the attention of all layers. `make`: allocates so many pages of layers of a shape with these sinks, and
-    builds the attention over them; its third argument is the window of a group's layers, None for all tokens."""
+    """Builds the attention of all layers. `make`: allocates pages of layers, and builds the attention over them, from
+    their shape, the number of pages, their window if the group has one, and their sinks."""
     first, last = layout.paged[0], layout.paged[-1]
     if first is last and shape.full_heads is None and not shape.in_chunks:
         return make(shape, first.num_units, None, sinks)
