@@ -165,8 +165,9 @@ class Plan:
         values = np.frombuffer(frame, dtype=np.int32, offset=56)
         columns = values[: NUM_COLUMNS * chunks].reshape(-1, chunks)
         token_ids, pages, hidden, copies, adapters = np.split(values[columns.size :], np.cumsum(sizes))
-        by_chunk = hidden.reshape(-1, 2), copies.reshape(-1, 3), adapters.reshape(-1, 3)
-        return cls(step, *columns, token_ids, pages.reshape(groups, -1), *by_chunk)
+        lists = [token_ids, pages.reshape(groups, -1), hidden.reshape(-1, 2)]
+        lists += [copies.reshape(-1, 3), adapters.reshape(-1, 3)]
+        return cls(step, *columns, *lists)
 
     @property
     def _columns(self) -> tuple[np.ndarray, ...]:

@@ -398,8 +398,8 @@ FAULTS = [
     Fault(
         "adapters-and-copies-change-places",
         "worker/step.py",
-        "copies.reshape(-1, 3), adapters.reshape(-1, 3)\n",
-        "adapters.reshape(-1, 3), copies.reshape(-1, 3)\n",
+        "lists += [copies.reshape(-1, 3), adapters.reshape(-1, 3)]\n",
+        "lists += [adapters.reshape(-1, 3), copies.reshape(-1, 3)]\n",
         MESSAGES,
     ),
     Fault(
