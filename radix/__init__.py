@@ -4,7 +4,8 @@
 | --- | --- |
 | `pages.py` | pages and their free list |
 | `tree.py` | the tree over pages |
-| `checkpoints.py` | the tree of models with recurrent states: checkpoints, from which alone a prefix can be continued |
+| `component.py` | what a tree may have besides pages: components, each with a part of every resume point |
+| `checkpoints.py`, `windows.py` | the components: rows of recurrent states; pages of windows |
 | `policies.py` | eviction order |
 | `leases.py` | leases with owners and ends: what is evicted last |
 | `integrity.py` | the check that no page is lost or owned twice |

@@ -1,8 +1,8 @@
-"""Checks that a tree and its pools are sound: pages, links, locks, leases, counts, eviction order, checkpoints,
-windows."""
+"""Checks that a tree and its pools are sound: pages, links, locks, leases, counts, eviction order, resume points and
+their parts."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -37,35 +37,48 @@ class CheckedTree(Protocol):
     def num_reserved(self) -> int: ...
 
 
-class CheckedCheckpoints(Protocol):
-    """The attributes of a `radix.checkpoints.CheckpointTree` that are checked, besides those of any tree."""
+class CheckedComponent(Protocol):
+    """The attributes of a `radix.component.Component` that are checked."""
 
-    root: PagedNode
-    rows: PagePool
-    checkpoints: dict[PagedNode, int]
+    @property
+    def parts(self) -> Mapping[PagedNode, object]: ...
 
     def eviction_order(self) -> Iterator[PagedNode]: ...
 
 
-class CheckedWindows(Protocol):
-    """The attributes of a `radix.windows.WindowTree` that are checked, besides those of any tree."""
+class CheckedPoints(Protocol):
+    """The attributes of a `radix.tree.Tree` with components that are checked, besides those of any tree."""
 
     root: PagedNode
-    page_size: int
-    window_pool: PagePool
-    checkpoints: dict[PagedNode, np.ndarray]
-    uses: np.ndarray
+    points: dict[PagedNode, None]
     pins: dict[PagedNode, int]
 
     @property
-    def num_window_pages(self) -> int: ...
+    def components(self) -> Sequence[CheckedComponent]: ...
+
+
+class CheckedRows(Protocol):
+    """The attributes of a `radix.checkpoints.StateComponent` that are checked, besides those of any component."""
+
+    pool: PagePool
+    parts: dict[PagedNode, int]
+
+
+class CheckedWindows(Protocol):
+    """The attributes of a `radix.windows.WindowComponent` that are checked, besides those of any component."""
+
+    page_size: int
+    pool: PagePool
+    parts: dict[PagedNode, np.ndarray]
+    uses: np.ndarray
 
     @property
-    def num_windows_evictable(self) -> int: ...
+    def num_cached(self) -> int: ...
+
+    @property
+    def num_evictable(self) -> int: ...
 
     def first_page(self, position: int) -> int: ...
-
-    def eviction_order(self) -> Iterator[PagedNode]: ...
 
 
 def check(tree: CheckedTree, held_pages: Iterable[int]) -> None:
@@ -82,53 +95,51 @@ def check(tree: CheckedTree, held_pages: Iterable[int]) -> None:
     _check_owners("page", tree.pool, np.concatenate([node.pages for node in nodes]), held_pages)
 
 
-def check_checkpoints(tree: CheckedCheckpoints, held_rows: Iterable[int]) -> None:
-    """Raises AssertionError, with the fault, if anything is wrong with the checkpoints of a sound tree. `held_rows`:
-    all rows that requests own."""
-    tree.rows.check_integrity()
-    for node in _check_continuable(tree.root, tree.checkpoints.keys(), list(tree.eviction_order())):
-        _require(bool(node.children), f"node {node.number} is a leaf without a checkpoint")
-        _require(not node.own_locks, f"node {node.number} is locked, and its checkpoint was not kept")
-    _check_owners("row", tree.rows, np.array([*tree.checkpoints.values()], dtype=np.int64), held_rows)
+def check_points(tree: CheckedPoints) -> None:
+    """Raises AssertionError, with the fault, if anything is wrong with the resume points of a tree whose nodes and
+    pages are sound: a point is at a node, and has a part of every component."""
+    nodes, points = set(walk(tree.root)), tree.points.keys()
+    for node in points:
+        _require(node in nodes, f"node {node.number} has a point and is gone")
+        _require(node is not tree.root, "the root has a point")
+    for component in tree.components:
+        _require(component.parts.keys() == points, f"{len(component.parts)} parts are there, and {len(points)} points")
+        order = list(component.eviction_order())
+        _require(
+            len(order) == len(points) and set(order) == points,
+            f"{len(points)} points are there, {len(order)} can be evicted in their order",
+        )
+    for node, pins in tree.pins.items():
+        _require(node in points, f"node {node.number} is pinned, and its point was not kept")
+        _require(0 < pins <= node.own_locks, f"node {node.number} has {pins} pins and {node.own_locks} locks")
+    if tree.components:
+        for node in nodes - points - {tree.root}:
+            _require(bool(node.children or node.locks), f"node {node.number} is a leaf without a point or a lock")
 
 
-def check_windows(tree: CheckedWindows, held_windows: Iterable[int]) -> None:
-    """Raises AssertionError, with the fault, if anything is wrong with the windows of a sound tree. `held_windows`: all
-    window pages that requests own, without the tree's that they read."""
-    tree.window_pool.check_integrity()
-    for node in _check_continuable(tree.root, tree.checkpoints.keys(), list(tree.eviction_order())):
-        _require(bool(node.children or node.locks), f"node {node.number} is a leaf without a window or a lock")
-    uses = np.zeros(tree.window_pool.num_pages, dtype=np.int64)
-    for node, window in tree.checkpoints.items():
+def check_rows(rows: CheckedRows, held: Iterable[int]) -> None:
+    """Raises AssertionError, with the fault, unless every row has one owner. `held`: all rows that requests own."""
+    rows.pool.check_integrity()
+    _check_owners("row", rows.pool, np.array([*rows.parts.values()], dtype=np.int64), held)
+
+
+def check_windows(windows: CheckedWindows, held: Iterable[int], pins: Iterable[PagedNode]) -> None:
+    """Raises AssertionError, with the fault, if anything is wrong with the windows at a tree's points. `held`: all
+    window pages that requests own, without the tree's that they read. `pins`: the pinned nodes."""
+    windows.pool.check_integrity()
+    uses = np.zeros(windows.pool.num_pages, dtype=np.int64)
+    for node, window in windows.parts.items():
         num_pages = _pages_to(node)
-        whole = num_pages - tree.first_page(num_pages * tree.page_size)
+        whole = num_pages - windows.first_page(num_pages * windows.page_size)
         _require(len(window) == whole, f"the window of node {node.number} has {len(window)} pages, and needs {whole}")
         uses[window] += 1
-    _require(bool((uses == tree.uses).all()), "the windows that have a page are counted wrongly")
-    pinned = set[int]()
-    for node, pins in tree.pins.items():
-        _require(node in tree.checkpoints, f"node {node.number} is pinned, and its window was not kept")
-        _require(0 < pins <= node.own_locks, f"node {node.number} has {pins} pins and {node.own_locks} locks")
-        pinned.update(tree.checkpoints[node].tolist())
-    cached = uses.nonzero()[0]
+    _require(bool((uses == windows.uses).all()), "the windows that have a page are counted wrongly")
+    cached, pinned = uses.nonzero()[0], {page for node in pins for page in windows.parts[node].tolist()}
     _require(
-        (tree.num_window_pages, tree.num_windows_evictable) == (len(cached), len(cached) - len(pinned)),
+        (windows.num_cached, windows.num_evictable) == (len(cached), len(cached) - len(pinned)),
         f"{len(cached)} window pages are cached and {len(pinned)} pinned, which is counted wrongly",
     )
-    _check_owners("window page", tree.window_pool, cached, held_windows)
-
-
-def _check_continuable(root: PagedNode, checkpoints: KeysView[PagedNode], order: list[PagedNode]) -> set[PagedNode]:
-    """Checks what all trees with checkpoints have in common. Returns the nodes without one, but for the root."""
-    nodes = set(walk(root))
-    for node in checkpoints:
-        _require(node in nodes, f"node {node.number} has a checkpoint and is gone")
-        _require(node is not root, "the root has a checkpoint")
-    _require(
-        len(order) == len(checkpoints) and set(order) == checkpoints,
-        f"{len(checkpoints)} checkpoints are there, {len(order)} can be evicted in their order",
-    )
-    return nodes - checkpoints - {root}
+    _check_owners("window page", windows.pool, cached, held)
 
 
 def _pages_to(node: PagedNode) -> int:

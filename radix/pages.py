@@ -63,6 +63,10 @@ class PagePool:
         self._stack[self._num_free : self._num_free + len(pages)] = pages
         self._num_free += len(pages)
 
+    def free_one(self, page: int) -> None:
+        """As `free`, of one page."""
+        self.free(np.array([page]))
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless the free list and the marks of free pages agree."""
         listed = self._stack[: self._num_free]

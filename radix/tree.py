@@ -15,17 +15,28 @@ the path to the root, so whatever lies below an unlocked node is unlocked too.
 
 A lease is weaker than a lock: leased leaves are evicted last, after all others. When a leased leaf is evicted, its
 leases pass to its parent, so the rest of the path stays leased.
+
+A tree may have components (`radix.component`). Then a prefix can be continued from *resume points* only: the ends of
+nodes for which every component has its part. Without components, it can be from any page boundary.
+
+- A match ends at the deepest point of the path, and an insertion makes one. So a leaf without a point is locked.
+- A point is whole or gone. A component whose pool is empty evicts its first part by its own order, and the point with
+  it, those with a lease of their own last.
+- A pin keeps a point, a lock the pages of the path alone. A node without a point stays while it is locked, or leads to
+  a deeper one. Otherwise its pages are freed with the point.
+- Pages run out: leaves are evicted as in any tree, but whole, with their points.
 """
 
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from radix.events import Event, Removed, Split, Stored
-from radix.integrity import check
+from radix.component import Component
+from radix.events import Dropped, Event, Removed, Saved, Split, Stored
+from radix.integrity import check, check_points
 from radix.node import (
     TOKEN_BYTES,
     NodeLease,
@@ -69,6 +80,7 @@ class Tree:
         policy: Callable[[PagedNode], float] = lru,
         on_event: Callable[[Event], None] | None = None,
         clock: Callable[[], float] | None = None,
+        components: Sequence[Component[Any]] = (),
     ) -> None:
         """`on_event` is called with every change, in order. `clock` must never go back; by default it counts calls.
         Raises ValueError if the pool's pages have another size."""
@@ -93,6 +105,12 @@ class Tree:
         self.heap: list[tuple[tuple[bool, float], int, PagedNode]] = []
         self._serials = itertools.count()
         self.num_stale = 0
+        self.components = tuple(components)
+        self.points: dict[PagedNode, None] = {}  # the nodes with resume points
+        self.pins: dict[PagedNode, int] = {}  # of those that are pinned
+        self.num_points_evicted = 0  # since the start
+        if self.components:
+            self._tell(Saved(self.root.number))
 
     @property
     def num_cached(self) -> int:
@@ -120,18 +138,44 @@ class Tree:
         return self._num_reserved
 
     def match(self, tokens: Sequence[int] | np.ndarray) -> Match:
-        """The longest cached prefix of `tokens`, in whole pages. Splits the node inside which the prefix ends, and
-        counts as a use."""
-        node, _ = self._find(whole_pages(pack(tokens), self._page_bytes))
+        """The longest prefix of `tokens` that can be continued, in whole pages. Counts as a use of the path, and of the
+        resume point at its end. Without components, splits the node inside which the prefix ends."""
+        prompt = whole_pages(pack(tokens), self._page_bytes)
+        if not self.components:
+            return self._match_to(self._find(prompt)[0])
+        node, inside, _ = descend(self.root, prompt, self._page_bytes)
+        if inside < len(node.edge):
+            assert node.parent is not None
+            node = node.parent
+        while node.parent is not None and node not in self.points:
+            node = node.parent
+        self._use(node)
+        if node in self.points:
+            for component in self.components:
+                component.matched(node)
         return self._match_to(node)
 
-    def insert(self, tokens: Sequence[int] | np.ndarray, pages: np.ndarray) -> Inserted:
+    def num_present(self, tokens: Sequence[int] | np.ndarray) -> int:
+        """Leading tokens of `tokens` whose KV the tree has, in whole pages, whether or not they can be continued."""
+        return descend(self.root, whole_pages(pack(tokens), self._page_bytes), self._page_bytes)[2] // TOKEN_BYTES
+
+    def insert(
+        self, tokens: Sequence[int] | np.ndarray, pages: np.ndarray, parts: Sequence[Any] | None = None
+    ) -> Inserted:
         """Makes `tokens` (whole pages) a prefix of the tree, with their KV in `pages` (int32 [tokens / page_size]).
 
         The tree takes the pages of `tokens[num_present:]`. Of the pages of `tokens[:num_present]`, the caller must free
-        those that are not the tree's own (as the pages from `match` are). Raises ValueError, and nothing changes,
-        unless the tokens fill the pages exactly.
+        those that are not the tree's own (as the pages from `match` are). `parts`: of the resume point at the end, one
+        for each component, which take them. If there is a point already, it stays, and nothing of `parts` is taken; the
+        caller sees this by `Component.parts`.
+
+        Raises ValueError, and nothing changes, unless the tokens fill the pages exactly and the parts fit.
         """
+        parts = () if parts is None else parts
+        if len(parts) != len(self.components) or (self.components and not len(tokens)):
+            raise ValueError(f"{len(tokens)} tokens with {len(parts)} parts for {len(self.components)} components")
+        for component, part in zip(self.components, parts, strict=True):
+            component.check_part(len(tokens), part)
         prompt = pack(tokens)
         if len(prompt) != len(pages) * self._page_bytes:
             raise ValueError(
@@ -140,6 +184,8 @@ class Tree:
         node, end = self._find(prompt)
         if end < len(prompt):
             node = self._add_leaf(node, prompt[end:], pages[end // self._page_bytes :])
+        if self.components:
+            self._make_point(node, parts)
         return Inserted(node, end // TOKEN_BYTES)
 
     def lock(self, node: PagedNode) -> None:
@@ -157,7 +203,8 @@ class Tree:
             walker = walker.parent
 
     def unlock(self, node: PagedNode) -> None:
-        """Removes one lock. Raises ValueError if `node` has none."""
+        """Removes one lock. Raises ValueError if `node` has none. With components, frees the node's pages if that was
+        the last lock of a leaf without a resume point."""
         if node.own_locks == 0:
             raise ValueError(f"node {node.number} is not locked")
         node.own_locks -= 1
@@ -169,6 +216,31 @@ class Tree:
                 self._num_reserved += len(walker.pages) if walker.leases else 0
             walker = walker.parent
         self._queue(node)
+        if self.components and self._is_evictable_leaf(node) and node not in self.points:
+            self._free_leaf(node)
+
+    def pin(self, node: PagedNode) -> None:
+        """Keeps the resume point of `node`, which is locked, until an equal number of `unpin(node)`. Nothing to do at
+        the root. Raises ValueError for a node without a point."""
+        if node is self.root:
+            return
+        if node not in self.points or not node.own_locks:
+            raise ValueError(f"node {node.number} has no point or no lock: pin what match and insert return, locked")
+        pins = self.pins[node] = self.pins.get(node, 0) + 1
+        for component in self.components:
+            component.pinned(node, pins)
+
+    def unpin(self, node: PagedNode) -> None:
+        """Removes one pin. Raises ValueError if `node` has none."""
+        if node is self.root:
+            return
+        pins = self.pins.pop(node, 0) - 1
+        if pins < 0:
+            raise ValueError(f"the point of node {node.number} is not pinned")
+        if pins:
+            self.pins[node] = pins
+        for component in self.components:
+            component.unpinned(node, pins)
 
     def lease(self, node: PagedNode, client: str = "") -> NodeLease:
         """Lets `node` and its ancestors be evicted last, until `end_lease`. Raises ValueError for a node that was
@@ -226,6 +298,33 @@ class Tree:
         self.pool.free(pages)
         return len(pages)
 
+    def evict_point(self, component: Component[Any]) -> bool:
+        """Frees the first resume point of the component's `eviction_order` that is not pinned, those with a lease of
+        their own after all others, and the pages that nothing leads through any more. Returns whether there was one."""
+        evicted: PagedNode | None = None
+        for node in component.eviction_order():
+            if node in self.pins:
+                continue
+            if not node.own_leases:
+                evicted = node
+                break
+            evicted = evicted or node
+        if evicted is None:
+            return False
+        if evicted.children or evicted.locks:
+            self._free_point(evicted)
+            self._tell(Dropped(evicted.number))
+        else:
+            self._free_leaf(evicted)
+        return True
+
+    def allocate_part(self, component: Component[Any], num_pages: int) -> np.ndarray | None:
+        """Returns `num_pages` of a component's pool, int32, which the caller then owns. Evicts resume points until they
+        are free; None if there are too few that are not pinned, or owned by requests."""
+        while component.pool.num_free < num_pages and self.evict_point(component):
+            pass
+        return component.pool.allocate(num_pages)
+
     def reset(self) -> None:
         """Removes all nodes and frees all pages. Raises ValueError while a page is locked."""
         if self._num_evictable != self._num_cached:
@@ -235,17 +334,25 @@ class Tree:
     def snapshot(self) -> list[Event]:
         """Events that tell this tree to a new listener, parents before children. `snapshot_walk` does the same in
         pieces."""
-        return [Stored(node.number, node.parent.number, node.edge) for node in walk(self.root) if node.parent]
+        nodes = [Stored(node.number, node.parent.number, node.edge) for node in walk(self.root) if node.parent]
+        return [*nodes, *(Saved(node.number) for node in (self.root, *self.points) if self.components)]
 
     def snapshot_walk(self) -> SnapshotWalk:
         """A way through the tree, to tell it to a new listener in pieces."""
-        return SnapshotWalk(self.root)
+        return SnapshotWalk(self.root, self.points if self.components else None)
 
-    def check_integrity(self, held_pages: Iterable[int] = ()) -> None:
-        """Raises AssertionError, with the fault, unless the tree is sound and every page of the pool has exactly one
-        owner: the free list, a request, or the tree. `held_pages`: all pages that requests own, without the tree's
-        pages that they read. Walks the whole tree."""
+    def check_integrity(
+        self, held_pages: Iterable[int] = (), held_parts: Sequence[Iterable[int]] | None = None
+    ) -> None:
+        """Raises AssertionError, with the fault, unless the tree is sound and every page of the pool, and of each
+        component's, has exactly one owner: the free list, a request, or the tree. `held_pages`: all pages that requests
+        own, without the tree's pages that they read; `held_parts`: the same for each component. Walks the whole
+        tree."""
         check(self, held_pages)
+        check_points(self)
+        held_parts = [()] * len(self.components) if held_parts is None else held_parts
+        for component, held in zip(self.components, held_parts, strict=True):
+            component.check(held, self.pins)
 
     def _find(self, prompt: bytes) -> tuple[PagedNode, int]:
         """Returns (node, end): the longest prefix of `prompt` in the tree is its first `end` bytes, and `node` ends
@@ -282,8 +389,8 @@ class Tree:
         self._num_cached += len(leaf.pages)
         self._num_evictable += len(leaf.pages)
         self._queue(leaf)
-        if self._on_event is not None:
-            self._on_event(Stored(leaf.number, parent.number, edge))
+        self._tell(Stored(leaf.number, parent.number, edge))
+        self._children_changed(parent)
         return leaf
 
     def _split(self, node: PagedNode, at: int) -> PagedNode:
@@ -296,16 +403,62 @@ class Tree:
         upper.last_used = node.last_used
         upper.locks = node.locks
         upper.leases = dict(node.leases)
-        if self._on_event is not None:
-            self._on_event(Split(node.number, upper.number, at // TOKEN_BYTES))
+        self._tell(Split(node.number, upper.number, at // TOKEN_BYTES))
         return upper
 
     def _take_pages(self, leaf: PagedNode, most: int) -> np.ndarray:
-        """Removes a leaf, which is not queued, or its last `most` pages. Returns its pages, which are not freed yet."""
-        if len(leaf.pages) > most:
-            self._split(leaf, (len(leaf.pages) - most) * self._page_bytes)
-        self._remove(leaf)
-        return leaf.pages
+        """Removes a leaf, which is not queued, or its last `most` pages. Returns its pages, which are not freed yet.
+
+        With components, it goes whole, with its point and the nodes above it that were there for it alone. Their pages
+        may be more than `most`."""
+        if not self.components:
+            if len(leaf.pages) > most:
+                self._split(leaf, (len(leaf.pages) - most) * self._page_bytes)
+            self._remove(leaf)
+            return leaf.pages
+        freed = []
+        node = leaf
+        while True:
+            parent = node.parent
+            assert parent is not None
+            if node in self.points:
+                self._free_point(node)
+            self._unqueue(node)
+            self._remove(node)
+            freed.append(node.pages)
+            if parent is self.root or parent.children or parent.locks or parent in self.points:
+                return np.concatenate(freed)
+            node = parent
+
+    def _free_leaf(self, leaf: PagedNode) -> None:
+        self._unqueue(leaf)
+        self.pool.free(self._take_pages(leaf, len(leaf.pages)))
+
+    def _make_point(self, node: PagedNode, parts: Sequence[Any]) -> None:
+        """Gives `node` a resume point of these parts, if it has none."""
+        if node in self.points:
+            for component in self.components:
+                component.matched(node)
+            return
+        self.points[node] = None
+        for component, part in zip(self.components, parts, strict=True):
+            component.save(node, part)
+        self._tell(Saved(node.number))
+
+    def _free_point(self, node: PagedNode) -> None:
+        del self.points[node]
+        for component in self.components:
+            component.release(node)
+        self.num_points_evicted += 1
+
+    def _children_changed(self, node: PagedNode) -> None:
+        if node in self.points:
+            for component in self.components:
+                component.children_changed(node)
+
+    def _tell(self, event: Event) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
 
     def _remove(self, leaf: PagedNode) -> None:
         parent = detach(leaf, self._page_bytes)
@@ -320,8 +473,8 @@ class Tree:
                 lease.node = parent
             parent.own_leases |= leaf.own_leases
         self._queue(parent)
-        if self._on_event is not None:
-            self._on_event(Removed(leaf.number))
+        self._children_changed(parent)
+        self._tell(Removed(leaf.number))
 
     def _is_evictable_leaf(self, node: PagedNode) -> bool:
         return not node.children and node.locks == 0 and node.parent is not None

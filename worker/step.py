@@ -31,8 +31,7 @@ HIDDEN_ROWS = 2048
 
 NUM_COLUMNS = 6  # of a plan: arrays with an entry for each chunk
 NOTHING_HIDDEN = np.empty((0, 2), dtype=np.int32)
-NO_CHECKPOINTS = np.empty((0, 3), dtype=np.int32)
-NO_WINDOW_PAGES = np.empty(0, dtype=np.int32)
+NO_COPIES = np.empty((0, 3), dtype=np.int32)
 NO_ADAPTERS = np.empty((0, 3), dtype=np.int32)
 
 
@@ -75,10 +74,10 @@ class Plan:
     | `step` | | number of the step |
     | `slots`, `starts`, `num_logits`, `num_kept_pages` | [chunks] | as in `Chunk` |
     | `lengths`, `num_pages` | [chunks] | number of the chunk's tokens and of its new pages |
-    | `token_ids`, `pages` | [sum of these] | tokens and new pages of all chunks, concatenated |
+    | `token_ids` | [sum of `lengths`] | tokens of all chunks, concatenated |
+    | `pages` | [groups, sum of `num_pages`] | new pages of all chunks, concatenated, for each group with pages of the layout (`worker.kv_layout`) |
     | `hidden` | [pooled chunks, 2] | index and `num_hidden` of each chunk that has any |
-    | `checkpoints` | [copies, 3] | index of a chunk, position, row of a checkpoint: with recurrent states, those after the tokens before the position are copied to the row. At the chunk's first position, the chunk begins with the states of the row instead |
-    | `window_pages` | [sum of `num_pages`] | with layers that attend to a window: their page for each of `pages` |
+    | `copies` | [copies, 3] | index of a chunk, position, row: the states after the tokens before the position are copied to the row of a checkpoint. At the chunk's first position, the chunk begins with the states of the row instead |
     | `adapters` | [chunks with an adapter, 3] | index of a chunk, device slot, number of the adapter: a rank that has another one there copies this one first |
     """  # noqa: E501
 
@@ -92,18 +91,18 @@ class Plan:
     token_ids: np.ndarray
     pages: np.ndarray
     hidden: np.ndarray = field(default_factory=lambda: NOTHING_HIDDEN)
-    checkpoints: np.ndarray = field(default_factory=lambda: NO_CHECKPOINTS)
-    window_pages: np.ndarray = field(default_factory=lambda: NO_WINDOW_PAGES)
+    copies: np.ndarray = field(default_factory=lambda: NO_COPIES)
     adapters: np.ndarray = field(default_factory=lambda: NO_ADAPTERS)
 
     @classmethod
     def from_chunks(cls, step: int, chunks: Iterable[Chunk]) -> "Plan":
-        """The plan of the given chunks."""
+        """The plan of the given chunks, for a layout with one group of pages."""
         slots, starts, token_ids, num_kept, pages, num_logits, num_hidden = zip(*chunks, strict=True)
         lengths, num_pages = [len(ids) for ids in token_ids], [len(some) for some in pages]
         flat = [[i for some in column for i in some] for column in (token_ids, pages)]
         columns = (slots, starts, lengths, num_logits, num_kept, num_pages, *flat)
         arrays = [np.array(column, dtype=np.int32) for column in columns]
+        arrays[-1] = arrays[-1][None]
         hidden = [pair for pair in enumerate(num_hidden) if pair[1]]
         arrays.append(np.array(hidden, dtype=np.int32).reshape(-1, 2))
         return cls(step, *arrays)
@@ -129,9 +128,9 @@ class Plan:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """The chunks one by one. Slow: for tests."""
+        """The chunks one by one, with pages of the first group. Slow: for tests."""
         token_ids = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
-        pages = np.split(self.pages, np.cumsum(self.num_pages)[:-1])
+        pages = np.split(self.pages[0], np.cumsum(self.num_pages)[:-1])
         columns = (self.slots.tolist(), self.starts.tolist(), token_ids, self.num_kept_pages.tolist(), pages)
         hidden = dict(self.hidden.tolist())
         return [
@@ -144,34 +143,30 @@ class Plan:
     def only(self, chosen: np.ndarray) -> "Plan":
         """The plan of the `chosen` chunks alone. `chosen`: bool [chunks]."""
         columns = [column[chosen] for column in self._columns]
-        columns += [self.token_ids[np.repeat(chosen, self.lengths)], self.pages[np.repeat(chosen, self.num_pages)]]
+        columns += [self.token_ids[np.repeat(chosen, self.lengths)], self.pages[:, np.repeat(chosen, self.num_pages)]]
         new_index = (np.cumsum(chosen) - 1).astype(np.int32)
-        by_chunk = []
-        for pairs in (self.hidden, self.checkpoints, self.adapters):
+        for pairs in (self.hidden, self.copies, self.adapters):
             left = pairs[chosen[pairs[:, 0]]]
             left[:, 0] = new_index[left[:, 0]]
-            by_chunk.append(left)
-        of_windows = self.window_pages
-        if len(of_windows):
-            of_windows = of_windows[np.repeat(chosen, self.num_pages)]
-        columns += [*by_chunk[:2], of_windows, *by_chunk[2:]]
+            columns.append(left)
         return Plan(self.step, *columns)
 
     def encode(self) -> bytes:
         """The plan as one message frame for the other ranks."""
-        lists = (self.token_ids, self.pages, self.window_pages, self.hidden, self.checkpoints, self.adapters)
-        sizes = np.array([self.step, len(self), *(some.size for some in lists[:5])], dtype=np.int64)
+        lists = (self.token_ids, self.pages, self.hidden, self.copies, self.adapters)
+        sizes = np.array([self.step, len(self), len(self.pages), *(some.size for some in lists[:4])], dtype=np.int64)
         parts = (sizes, *self._columns, *lists)
         return b"".join(part.tobytes() for part in parts)
 
     @classmethod
     def decode(cls, frame: bytes) -> "Plan":
         """The plan of a frame that `encode` made. Its arrays are read-only."""
-        step, chunks, *sizes = np.frombuffer(frame, dtype=np.int64, count=7).tolist()
+        step, chunks, groups, *sizes = np.frombuffer(frame, dtype=np.int64, count=7).tolist()
         values = np.frombuffer(frame, dtype=np.int32, offset=56)
         columns = values[: NUM_COLUMNS * chunks].reshape(-1, chunks)
-        *lists, window_pages, hidden, checkpoints, adapters = np.split(values[columns.size :], np.cumsum(sizes))
-        lists += [hidden.reshape(-1, 2), checkpoints.reshape(-1, 3), window_pages, adapters.reshape(-1, 3)]
+        token_ids, pages, hidden, copies, adapters = np.split(values[columns.size :], np.cumsum(sizes))
+        lists = [token_ids, pages.reshape(groups, -1), hidden.reshape(-1, 2)]
+        lists += [copies.reshape(-1, 3), adapters.reshape(-1, 3)]
         return cls(step, *columns, *lists)
 
     @property

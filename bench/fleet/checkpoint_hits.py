@@ -5,7 +5,7 @@
 
 Requests of `workloads` come one after the other to one replica: the real scheduler and its tree, without a model. Both
 caches hold as many tokens. A checkpoint takes the memory of `ROW_TOKENS` tokens of KV, and all together that of the KV
-cache, which is the default (`worker/executor/state_cache.py`). Answers are in the full cache, and in the other one not:
+cache, which is the default (`worker/executor/kv_cache.py`). Answers are in the full cache, and in the other one not:
 a little less than it has, since long answers get checkpoints too.
 
 With `--windows`, the other caches are those of models with pages of windows, by the names of
@@ -27,14 +27,10 @@ from bench.fleet.workloads import MADE, FleetRequest, chain, token_ids
 from bench.replica.dummy_models import SHAPES, written
 from bench.results import Figure
 from bench.results import write as write_result
-from radix.checkpoints import CheckpointTree
-from radix.pages import PagePool
-from radix.tree import Tree
-from radix.windows import WindowTree
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
-from worker.executor import window_cache
-from worker.executor.kv_cache import token_bytes
+from worker.executor.kv_cache import KVBudget, token_bytes
+from worker.kv_layout import KVGroup, KVLayout
 from worker.messages import Generate, Output, SamplingParams
 from worker.models.config import decoder_config, read_config
 from worker.scheduler.scheduler import Scheduler
@@ -51,18 +47,18 @@ LENGTHS = (512, 2048, 8192, 32768, 131072)  # of sequences, in tokens
 class ScheduledCache:
     """A replica's cache, as its scheduler fills it."""
 
-    def __init__(self, tree: Tree, token_budget: int, interval: int) -> None:
+    def __init__(self, groups: Sequence[KVGroup], token_budget: int, interval: int) -> None:
         settings = {"page_size": PAGE_SIZE, "max_running": 1, "checkpoint_interval": interval}
         config = WorkerConfig.model_validate(settings | {"token_budget": token_budget})
-        self.tree = tree
         self._scheduler = Scheduler(
             config,
-            self.tree,
+            KVLayout(PAGE_SIZE, tuple(groups)),
             vocab_size=1 << 30,
             context_length=LONGEST,
             eos_token_ids=(),
             policy=CostStore().policy(config, overlap=False),
         )
+        self.tree = self._scheduler.kv_cache.tree
 
     def use(self, tokens: np.ndarray) -> int:
         """Runs a prompt, int32 [n]. Returns the length of the prefix that it went on from."""
@@ -83,8 +79,8 @@ class ScheduledCache:
 
 def with_checkpoints(kv_tokens: int, rows: int, interval: int) -> ScheduledCache:
     """A cache with checkpoints of recurrent states. A step takes a whole prompt."""
-    tree = CheckpointTree(PAGE_SIZE, PagePool(kv_tokens // PAGE_SIZE, PAGE_SIZE), PagePool(rows, PAGE_SIZE))
-    return ScheduledCache(tree, LONGEST, interval)
+    groups = KVGroup("full", (), 0, kv_tokens // PAGE_SIZE), KVGroup("states", (), 0, rows)
+    return ScheduledCache(groups, LONGEST, interval)
 
 
 class WindowSizes(NamedTuple):
@@ -103,14 +99,14 @@ class WindowSizes(NamedTuple):
         with written(name) as folder:
             whole = decoder_config(read_config(folder))
         config = WorkerConfig.model_validate({"page_size": PAGE_SIZE, "token_budget": budget})
-        window = window_cache.window_tokens(whole, whole.context_length, config)
+        divided = KVBudget(whole, whole, torch.bfloat16, config, whole.context_length)
+        window = divided.window
         assert window is not None, f"{name} has no pages of windows"
-        per_token, fixed = window_cache.bytes_of(window, whole, torch.bfloat16, config)
         in_all = token_bytes(whole, torch.bfloat16)
-        pages = (kv_tokens * in_all - fixed) // per_token // PAGE_SIZE
-        of_windows = window_cache.num_pages(window, pages, config) * PAGE_SIZE
+        layout = divided.layout((kv_tokens * in_all - divided.fixed_bytes) // divided.bytes_per_token)
+        of_windows = layout.paged[1].num_units * PAGE_SIZE
         part = whole.windows.count(None) / len(whole.windows)
-        return cls(pages * PAGE_SIZE, of_windows, window, kv_tokens, part)
+        return cls(layout.num_pages * PAGE_SIZE, of_windows, window, kv_tokens, part)
 
     def tokens_of(self, length: int) -> int:
         """Tokens of running sequences of this length for which there is room, parts of sequences included."""
@@ -125,8 +121,9 @@ class WindowSizes(NamedTuple):
 
     def cache(self, budget: int, interval: int) -> ScheduledCache:
         """An empty cache of these sizes."""
-        pool, of_windows = (PagePool(tokens // PAGE_SIZE, PAGE_SIZE) for tokens in (self.kv_tokens, self.window_tokens))
-        return ScheduledCache(WindowTree(PAGE_SIZE, pool, of_windows, self.window), budget, interval)
+        of_all, of_windows = self.kv_tokens // PAGE_SIZE, self.window_tokens // PAGE_SIZE
+        groups = KVGroup("full", (), 0, of_all), KVGroup("window", (), 0, of_windows, self.window)
+        return ScheduledCache(groups, budget, interval)
 
 
 def in_turns(requests: list[FleetRequest]) -> list[FleetRequest]:
@@ -191,8 +188,7 @@ def main() -> None:
     for load in LOADS:
         cache = with_checkpoints(options.kv_tokens, options.kv_tokens // ROW_TOKENS, options.interval)
         full, found = hit_rates(load, options.count, (options.kv_tokens,), cache)
-        assert isinstance(cache.tree, CheckpointTree)
-        print(f"{load:<12}{full:>8.3f}{found:>13.3f}{found / full:>8.3f}{cache.tree.num_checkpoints_evicted:>9}")
+        print(f"{load:<12}{full:>8.3f}{found:>13.3f}{found / full:>8.3f}{cache.tree.num_points_evicted:>9}")
 
 
 if __name__ == "__main__":

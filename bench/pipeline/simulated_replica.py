@@ -11,11 +11,10 @@ import numpy as np
 from bench.pipeline.simulator import MicroBatch, Request, SimulatedClock
 from pipeline.shape import BatchShape
 from pipeline.stage_backlog import StageBacklog
-from radix.pages import PagePool
-from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore, predicts
 from worker.engine.stage_timeline import LEADS_S
+from worker.kv_layout import KVGroup, KVLayout
 from worker.lengths import OutputLengthPredictor
 from worker.messages import Generate, SamplingParams
 from worker.scheduler.scheduled_step import ScheduledStep
@@ -47,7 +46,7 @@ class SimulatedReplica:
         self._tokens = np.zeros(config.max_running, dtype=np.int64)
         self.scheduler = Scheduler(
             config,
-            Tree(config.page_size, PagePool(config.kv_tokens // config.page_size, config.page_size)),
+            KVLayout(config.page_size, (KVGroup("full", (), 0, config.kv_tokens // config.page_size),)),
             vocab_size=VOCAB_SIZE,
             context_length=config.context_length,
             eos_token_ids=eos_token_ids,

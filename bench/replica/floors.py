@@ -36,7 +36,7 @@ from bench.replica import dummy_models
 from bench.replica.offline_workloads import JOBS, Job
 from pipeline.roofline import DEVICES, DeviceSpec, LayerSpec
 from shoal.help import Parser
-from worker.executor import state_cache
+from worker.executor.kv_cache import row_bytes
 from worker.models.config import DecoderConfig, decoder_config, read_config
 from worker.models.layer_specs import layer_specs
 from worker.models.parameters import parameter_shapes
@@ -81,7 +81,7 @@ class Floor:
         config = self.config
         keys = sum(int(np.minimum(contexts, layer.window or contexts).sum()) * layer.read_kv for layer in self._specs)
         keys_s = _BYTES * keys / self.device.attention_bytes_per_s
-        states_s = 2 * tokens * state_cache.row_bytes(config, torch.bfloat16) / self.device.bytes_per_s
+        states_s = 2 * tokens * row_bytes(config, torch.bfloat16) / self.device.bytes_per_s
         return max(memory_s, arithmetic_s) + keys_s + states_s
 
     def _prompts_s(self, lengths: np.ndarray) -> float:

@@ -6,6 +6,7 @@ from worker.executor.attention_selector import AttentionChoice
 from worker.executor.executor import Executor, ForwardOutput
 from worker.executor.page_table import PageTable
 from worker.executor.step_timer import StepTimer
+from worker.kv_layout import KVGroup, KVLayout
 from worker.progress import NewestSteps
 from worker.step import Plan, StepTime
 
@@ -20,8 +21,9 @@ class NullExecutor(Executor):
     def __init__(self, max_running: int, max_prompts: int = 0) -> None:
         """The KV cache holds 4,096 tokens for each of `max_running` sequences and `max_prompts` more."""
         self.device = torch.device("cpu")
-        self.vocab_size, self.page_size, self.context_length = VOCAB_SIZE, PAGE_SIZE, 8192
-        self.num_pages = (max_running + max_prompts) * PAGES_A_SEQUENCE
+        self.vocab_size, self.context_length = VOCAB_SIZE, 8192
+        pages = (max_running + max_prompts) * PAGES_A_SEQUENCE
+        self.layout = KVLayout(PAGE_SIZE, (KVGroup("full", (), 0, pages),))
         self.eos_token_ids = (VOCAB_SIZE - 1,)
         self.attention_choice = AttentionChoice("none")
         self.last_tokens = torch.zeros(max_running + 1, dtype=torch.int64)

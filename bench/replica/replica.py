@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,10 @@ def again(
     config = with_gpu_defaults(config, folder)
     assert config.kv_tokens is not None
     executor = parts.executor
-    whole = executor.num_pages, executor.context_length
-    executor.num_pages = kv_cache.num_pages(config.kv_tokens, executor.page_size)
+    whole = executor.layout, executor.context_length
+    first, *others = whole[0].groups
+    first = replace(first, num_units=kv_cache.num_pages(config.kv_tokens, executor.page_size))
+    executor.layout = replace(whole[0], groups=(first, *others))
     executor.context_length = min(executor.context_length, config.context_length or executor.context_length)
     sampler = Sampler(config.max_running, executor.vocab_size, executor.device, executor.last_tokens)
     costs = store.load(folder, config, executor.device) if predicts(config) else store()
@@ -86,7 +88,7 @@ def again(
             engine.step()
         engine.check_integrity()
     finally:
-        executor.num_pages, executor.context_length = whole
+        executor.layout, executor.context_length = whole
 
 
 def age_s() -> float:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from radix.checkpoints import CheckpointTree
+from radix.checkpoints import StateComponent
+from radix.component import Component
 from radix.events import Dropped, Event, Removed, Saved, Split, Stored
 from radix.index import PrefixIndex
 from radix.node import pack
 from radix.pages import PagePool
 from radix.tree import Inserted, Tree
-from radix.windows import WindowTree
+from radix.windows import WindowComponent
 
 
 class Listener:
@@ -79,8 +80,8 @@ class Listener:
 
 class Cache:
     """A tree with what stands around it in a replica: the pool, listeners, and the pages that requests hold. With
-    `num_rows`, it is a tree with checkpoints, and requests hold rows too. With `windows`, numbers of window pages and
-    of tokens in a window and whether these are chunks, it is a tree with windows, and requests hold window pages."""
+    `num_rows`, it has checkpoints, and requests hold rows too. With `windows`, numbers of window pages and of tokens in
+    a window and whether these are chunks, it has windows, and requests hold window pages."""
 
     def __init__(
         self, num_pages: int, page_size: int, num_rows: int | None = None, windows: tuple[int, int, bool] | None = None
@@ -89,17 +90,18 @@ class Cache:
         self.listener = Listener(page_size)
         self.indexed = PrefixIndex(page_size).add()
         self.pool = PagePool(num_pages, page_size)
-        self.tree: Tree
-        if windows is None:
-            self.tree = make_tree(page_size, self.pool, num_rows, self._listen)
-        else:
-            of_windows = PagePool(windows[0], page_size)
-            self.tree = WindowTree(
-                page_size, self.pool, of_windows, windows[1], on_event=self._listen, in_chunks=windows[2]
-            )
         self.held: set[int] = set()
         self.held_windows: set[int] = set()
         self.held_rows: set[int] = set()
+        components, self._held_parts = list[Component](), list[set[int]]()
+        if num_rows is not None:
+            components.append(StateComponent(PagePool(num_rows, page_size)))
+            self._held_parts.append(self.held_rows)
+        if windows is not None:
+            of_windows = PagePool(windows[0], page_size)
+            components.append(WindowComponent(of_windows, windows[1], in_chunks=windows[2]))
+            self._held_parts.append(self.held_windows)
+        self.tree = Tree(page_size, self.pool, on_event=self._listen, components=components)
 
     def _listen(self, event: Event) -> None:
         self.events.append(event)
@@ -118,25 +120,45 @@ class Cache:
 
     def insert(self, tokens: list[int]) -> Inserted:
         """As a request does: match, compute the rest, insert, free what was there but could not be continued."""
-        row = self.tree.allocate_row() if isinstance(self.tree, CheckpointTree) else None
+        rows = [self.allocate_row() for _ in self.tree.components]
         match = self.tree.match(tokens)
         total = len(tokens) // self.tree.page_size
         fresh = self.allocate(total - len(match.pages))
         pages = np.concatenate([match.pages, fresh])
-        inserted = self.tree.insert(tokens, pages) if row is None else self.tree.insert(tokens, pages, row)
+        inserted = self.tree.insert(tokens, pages, rows)
+        for component, row in zip(self.tree.components, rows, strict=True):
+            if component.parts[inserted.node] != row:
+                component.pool.free_one(row)
         twice = fresh[: inserted.num_present // self.tree.page_size - len(match.pages)]
-        assert row is not None or not len(twice)
+        assert rows or not len(twice)
         self.pool.free(twice)
         self.held.difference_update(fresh.tolist())
         return inserted
 
+    @property
+    def component(self) -> Component:
+        """The last component."""
+        return self.tree.components[-1]
+
+    @property
+    def parts(self) -> dict:
+        return self.component.parts
+
+    def evict_point(self) -> bool:
+        return self.tree.evict_point(self.component)
+
+    def make_room(self, num_pages: int) -> None:
+        """Evicts points until so many pages of the last component are free."""
+        if (pages := self.tree.allocate_part(self.component, num_pages)) is not None:
+            self.component.pool.free(pages)
+
+    def allocate_row(self) -> int | None:
+        """A row of the first component, which is of states."""
+        allocated = self.tree.allocate_part(self.tree.components[0], 1)
+        return None if allocated is None else int(allocated[0])
+
     def check(self) -> None:
-        if isinstance(self.tree, CheckpointTree):
-            self.tree.check_integrity(self.held, self.held_rows)
-        elif isinstance(self.tree, WindowTree):
-            self.tree.check_integrity(self.held, self.held_windows)
-        else:
-            self.tree.check_integrity(self.held)
+        self.tree.check_integrity(self.held, self._held_parts)
         told = self.tree.snapshot()
         assert sorted_events(self.listener.events()) == sorted_events(told)
         again = Listener(self.tree.page_size)
@@ -149,9 +171,8 @@ class Cache:
 
 def make_tree(page_size: int, pool: PagePool, num_rows: int | None, on_event: Callable[[Event], None]) -> Tree:
     """A tree, with checkpoints if it has rows for them."""
-    if num_rows is None:
-        return Tree(page_size, pool, on_event=on_event)
-    return CheckpointTree(page_size, pool, PagePool(num_rows, page_size), on_event=on_event)
+    components = [] if num_rows is None else [StateComponent(PagePool(num_rows, page_size))]
+    return Tree(page_size, pool, on_event=on_event, components=components)
 
 
 def sorted_events(events: list[Event]) -> list[Event]:

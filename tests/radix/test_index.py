@@ -206,12 +206,15 @@ class ReplicaWithCheckpoints(Replica):
 
     def store(self, tokens: list[int]) -> None:
         whole = self.whole_pages(tokens)
-        row, match = self.tree.allocate_row(), self.tree.match(whole)
+        states = self.tree.components[0]
+        rows, match = self.tree.allocate_part(states, 1), self.tree.match(whole)
         fresh = self.pool.allocate(len(whole) // self.tree.page_size - len(match.pages))
         if fresh is None or not whole:
-            self.tree.free_row(row)
+            states.pool.free(rows)
             return
-        inserted = self.tree.insert(whole, np.concatenate([match.pages, fresh]), row)
+        inserted = self.tree.insert(whole, np.concatenate([match.pages, fresh]), rows.tolist())
+        if states.parts[inserted.node] != rows[0]:
+            states.pool.free(rows)
         self.pool.free(fresh[: inserted.num_present // self.tree.page_size - len(match.pages)])
 
 
@@ -312,7 +315,8 @@ class FleetWithCheckpoints(Fleet):
 
     @rule(number=REPLICAS)
     def evict_checkpoint(self, number: int) -> None:
-        self.replica(number).tree.evict_checkpoint()
+        tree = self.replica(number).tree
+        tree.evict_point(tree.components[0])
 
 
 TestFleet = Fleet.TestCase

@@ -1,12 +1,15 @@
 """Any history of matches, inserts, locks, leases and evictions, against a model with no tree: a dict of cached
 prefixes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from radix.component import Component
 from radix.node import NodeLease
 from radix.tree import Inserted, PagedNode
 
@@ -20,11 +23,9 @@ class Model(RuleBasedStateMachine):
     """`prefixes` maps each cached prefix (whole pages) to the page of its last tokens and the time of its last use;
     `locks` lists what is locked with how many tokens end there, `leases` what is leased."""
 
-    num_rows: int | None = None
-
     @initialize(page_size=st.sampled_from([1, 2, 3, 4]))
     def start(self, page_size: int) -> None:
-        self.cache = Cache(NUM_PAGES, page_size, self.num_rows)
+        self.cache = Cache(NUM_PAGES, page_size)
         self.page_size = page_size
         self.prefixes: dict[tuple[int, ...], tuple[int, int]] = {}
         self.locks: list[tuple[PagedNode, tuple[int, ...]]] = []
@@ -167,22 +168,34 @@ class Model(RuleBasedStateMachine):
             assert len(self.cache.tree.heap) <= 2 * NUM_PAGES + 2
 
 
-class CheckpointModel(Model):
-    """A tree with checkpoints. `rows` maps the prefix of each to its row. What is cached follows from them: all
-    prefixes of theirs. `once` and `again` list them by use, those that others have gone on from apart."""
+class ComponentModel(Model):
+    """A tree with components: checkpoints (`num_rows`), windows (`window`: how many pages, tokens of one, and whether
+    these are chunks), or both.
 
-    num_rows = 5
+    `points` lists the prefixes with resume points, `rows` and `windows` map each to its parts; `pins` lists what is
+    pinned, with the prefixes that end there. What is cached follows: all prefixes of points, and of what is locked.
+    `once` and `again` list the points by use, those that others have gone on from apart.
+    """
+
+    num_rows: int | None = None
+    window: tuple[int, int, bool] | None = None
 
     @initialize(page_size=st.sampled_from([1, 2, 3, 4]))
     def start(self, page_size: int) -> None:
         super().start(page_size)
+        self.cache = Cache(NUM_PAGES, page_size, self.num_rows, self.window)
+        self.states = self.cache.tree.components[0] if self.num_rows is not None else None
+        self.of_windows = self.cache.tree.components[-1] if self.window is not None else None
+        self.points: list[tuple[int, ...]] = []
         self.rows: dict[tuple[int, ...], int] = {}
+        self.windows: dict[tuple[int, ...], list[int]] = {}
+        self.pins: list[tuple[PagedNode, tuple[int, ...]]] = []
         self.once: list[tuple[int, ...]] = []
         self.again: list[tuple[int, ...]] = []
 
     def continued(self, tokens: list[int]) -> list[tuple[int, ...]]:
         found = self.cached(tokens)
-        while found and found[-1] not in self.rows:
+        while found and found[-1] not in self.points:
             found.pop()
         return found
 
@@ -195,115 +208,13 @@ class CheckpointModel(Model):
     def use_again(self, prefix: tuple[int, ...]) -> None:
         self.once, self.again = ([one for one in used if one != prefix] for used in (self.once, self.again))
         self.again.append(prefix)
-        if len(self.again) > self.num_rows // 2:
+        if len(self.again) > (self.num_rows or 0) // 2:
             self.once.append(self.again.pop(0))
-
-    @rule(tokens=PROMPTS, knows_what_is_cached=st.booleans())
-    def insert(self, tokens: list[int], knows_what_is_cached: bool) -> None:
-        """With a row of the request's, or with one for which a checkpoint has to go."""
-        if len(tokens) < self.page_size:
-            return
-        if not self.cache.tree.rows.num_free:
-            self.evict_checkpoint()
-        if not self.cache.tree.rows.num_free:
-            return
-        super().insert(tokens, knows_what_is_cached)
-
-    def store(self, tokens: list[int], pages: np.ndarray) -> Inserted:
-        row = self.cache.tree.allocate_row()
-        inserted = self.cache.tree.insert(tokens, pages, row)
-        if tuple(tokens) in self.rows:
-            self.use_again(tuple(tokens))
-        else:
-            self.rows[tuple(tokens)] = row
-            self.once.append(tuple(tokens))
-        return inserted
-
-    @rule()
-    def evict_checkpoint(self) -> None:
-        locked, leased = ({held for _, held in ends} for ends in (self.locks, self.leases))
-        candidates = [prefix for prefix in (*self.once, *self.again) if prefix not in locked]
-        gone = next((prefix for prefix in candidates if prefix not in leased), next(iter(candidates), None))
-        assert self.cache.tree.evict_checkpoint() == (gone is not None)
-        if gone is not None:
-            del self.rows[gone]
-            self.forget()
-
-    @rule(held=st.booleans())
-    def hold_a_row(self, held: bool) -> None:
-        """A request takes a free row for states that are not computed yet, or gives one back."""
-        if held and self.cache.tree.rows.num_free > 1:
-            self.cache.held_rows.add(self.cache.tree.allocate_row())
-        elif not held and self.cache.held_rows:
-            self.cache.tree.free_row(self.cache.held_rows.pop())
-
-    @rule(num_pages=st.integers(0, 8))
-    def evict(self, num_pages: int) -> None:
-        free, leased, before = set(self.prefixes) - self.pinned(), self.leased(), dict(self.prefixes)
-        freed = self.cache.tree.evict(num_pages)
-        assert min(num_pages, len(free)) <= freed <= len(free)
-        gone = [prefix for prefix in self.rows if not self.is_saved(prefix)]
-        self.rows = {prefix: row for prefix, row in self.rows.items() if prefix not in gone}
-        self.forget()
-        assert len(before) - len(self.prefixes) == freed and before.keys() - self.prefixes.keys() <= free
-        if not gone:
-            return
-        leaves = [one for one in self.rows if one in free and sum(other[: len(one)] == one for other in self.rows) == 1]
-        value = {prefix: (prefix in leased, use) for prefix, (_, use) in before.items()}
-        last = max(gone, key=value.__getitem__)
-        assert all(value[last] <= value[leaf] for leaf in leaves)
-        kept = self.prefixes.keys() | {last[:end] for end in range(self.page_size, len(last) + 1, self.page_size)}
-        assert len(before) - len(kept) < num_pages, "the last leaf had not to go"
-
-    def forget(self) -> None:
-        """Forgets the prefixes that no checkpoint needs."""
-        self.once, self.again = ([one for one in used if one in self.rows] for used in (self.once, self.again))
-        kept = {one[:end] for one in self.rows for end in range(self.page_size, len(one) + 1, self.page_size)}
-        self.prefixes = {prefix: use for prefix, use in self.prefixes.items() if prefix in kept}
-        self.leases = [(lease, self.longest(held)) for lease, held in self.leases]
-
-    def is_saved(self, prefix: tuple[int, ...]) -> bool:
-        return self.cache.listener.match(prefix) == len(prefix)
-
-    @precondition(lambda self: not self.locks)
-    @rule()
-    def reset(self) -> None:
-        super().reset()
-        self.rows, self.once, self.again = {}, [], []
-
-    @invariant()
-    def sound(self) -> None:
-        super().sound()
-        if hasattr(self, "rows"):
-            tree = self.cache.tree
-            order = [tree.checkpoints[node] for node in tree.eviction_order()]
-            assert order == [self.rows[prefix] for prefix in (*self.once, *self.again)]
-
-
-class WindowModel(Model):
-    """A tree with windows. `windows` maps each prefix with one to its window pages; `pins` lists what is pinned, with
-    the prefixes that end there."""
-
-    num_windows, window_tokens, in_chunks = 14, 5, False
-
-    @initialize(page_size=st.sampled_from([1, 2, 3, 4]))
-    def start(self, page_size: int) -> None:
-        super().start(page_size)
-        self.cache = Cache(NUM_PAGES, page_size, windows=(self.num_windows, self.window_tokens, self.in_chunks))
-        self.windows: dict[tuple[int, ...], list[int]] = {}
-        self.pins: list[tuple[PagedNode, tuple[int, ...]]] = []
-
-    def continued(self, tokens: list[int]) -> list[tuple[int, ...]]:
-        found = self.cached(tokens)
-        while found and found[-1] not in self.windows:
-            found.pop()
-        return found
 
     def pages_before(self, tokens: tuple[int, ...]) -> range:
         """Numbers of the pages that a token after these sees: those with one of its window's tokens."""
-        first = max(0, len(tokens) - self.window_tokens + 1)
-        if self.in_chunks:
-            first = len(tokens) - len(tokens) % self.window_tokens
+        _, size, in_chunks = self.window
+        first = len(tokens) - len(tokens) % size if in_chunks else max(0, len(tokens) - size + 1)
         seen = range(first, len(tokens))
         return range(seen.start // self.page_size, len(tokens) // self.page_size)
 
@@ -312,32 +223,54 @@ class WindowModel(Model):
         pinned = {page for _, end in self.pins for page in self.windows.get(end, ())}
         return {page for window in self.windows.values() for page in window} - pinned
 
+    def makes_room(self, component: Component, num_pages: int) -> bool:
+        if (pages := self.cache.tree.allocate_part(component, num_pages)) is not None:
+            component.pool.free(pages)
+        self.forget()
+        return pages is not None
+
     @rule(tokens=PROMPTS, knows_what_is_cached=st.booleans())
     def insert(self, tokens: list[int], knows_what_is_cached: bool) -> None:
-        """With window pages of the request's, evicted for it, or those that the tree has for the same tokens."""
+        """With parts of the request's, for which points are evicted, or those that the tree has for the same tokens."""
         tokens = tokens[: len(tokens) // self.page_size * self.page_size]
-        needed = len(self.pages_before(tuple(tokens)))
-        if tokens and needed <= self.cache.tree.window_pool.num_free + len(self.evictable()):
-            self.cache.tree.evict_windows(needed)
-            self.forget()
+        if not tokens or (self.states is not None and not self.makes_room(self.states, 1)):
+            return
+        if self.of_windows is None or self.makes_room(self.of_windows, len(self.pages_before(tuple(tokens)))):
             super().insert(tokens, knows_what_is_cached)
 
     def store(self, tokens: list[int], pages: np.ndarray) -> Inserted:
-        tree, prefix = self.cache.tree, tuple(tokens)
-        window = tree.window_pool.allocate(len(self.pages_before(prefix)))
-        # A request that went on from the deepest window before this one has read its last pages there.
+        tree, prefix, parts = self.cache.tree, tuple(tokens), list[Any]()
+        is_new = prefix not in self.points
+        if self.states is not None:
+            parts.append(self.states.pool.allocate(1)[0])
+        if self.of_windows is not None:
+            parts.append(self.window_before(tokens))
+        inserted = tree.insert(tokens, pages, parts)
+        if not is_new:
+            for component, part in zip(tree.components, parts, strict=True):
+                component.pool.free(np.atleast_1d(part))
+            self.use_again(prefix)
+            return inserted
+        self.points.append(prefix)
+        self.once.append(prefix)
+        if self.states is not None:
+            self.rows[prefix] = int(parts[0])
+        if self.of_windows is not None:
+            self.windows[prefix] = parts[-1].tolist()
+        return inserted
+
+    def window_before(self, tokens: list[int]) -> np.ndarray:
+        """Window pages before the end of `tokens`. A request that went on from the deepest point before has read its
+        last pages there."""
+        prefix, pool = tuple(tokens), self.of_windows.pool
+        window = pool.allocate(len(self.pages_before(prefix)))
         before = [found for found in self.continued(tokens) if found != prefix]
-        if before and prefix not in self.windows:
+        if before and prefix not in self.points:
             there = dict(zip(self.pages_before(before[-1]), self.windows[before[-1]], strict=True))
             places = [place for place, number in enumerate(self.pages_before(prefix)) if number in there]
-            tree.window_pool.free(window[places])
+            pool.free(window[places])
             window[places] = [there[self.pages_before(prefix)[place]] for place in places]
-        inserted = tree.insert(tokens, pages, window)
-        if prefix in self.windows:
-            tree.window_pool.free(window)
-        else:
-            self.windows[prefix] = window.tolist()
-        return inserted
+        return window
 
     @rule(tokens=PROMPTS)
     def lock_and_pin(self, tokens: list[int]) -> None:
@@ -361,48 +294,74 @@ class WindowModel(Model):
         self.cache.tree.unlock(node)
         self.forget()
 
-    @rule()
-    def evict_checkpoint(self) -> None:
-        kept = {end for _, end in self.pins}
-        leased = {held for _, held in self.leases}
-        candidates = self.windows.keys() - kept
-        assert self.cache.tree.evict_checkpoint() == bool(candidates)
-        before = dict(self.windows)
+    @rule(which=st.integers(0, 1))
+    def evict_point(self, which: int) -> None:
+        component = self.cache.tree.components[which % len(self.cache.tree.components)]
+        kept, leased = {end for _, end in self.pins}, {held for _, held in self.leases}
+        candidates = [prefix for prefix in (*self.once, *self.again) if prefix not in kept]
+        first = next((prefix for prefix in candidates if prefix not in leased), next(iter(candidates), None))
+        before = set(self.points)
+        assert self.cache.tree.evict_point(component) == bool(candidates)
         self.forget()
-        gone = before.keys() - self.windows.keys()
-        assert len(gone) == bool(candidates) and gone <= candidates
-        assert not gone & leased or candidates <= leased, "those with a lease go last"
+        gone = before - set(self.points)
+        assert len(gone) == bool(candidates) and gone <= set(candidates)
+        assert not gone & leased or set(candidates) <= leased, "those with a lease go last"
+        assert component is not self.states or gone <= {first}
 
-    @rule(num_pages=st.integers(0, 14))
-    def evict_windows(self, num_pages: int) -> None:
-        pool, evictable = self.cache.tree.window_pool, self.evictable()
-        assert self.cache.tree.num_windows_evictable == len(evictable)
-        most = pool.num_free + len(evictable)
-        self.cache.tree.evict_windows(num_pages)
-        assert min(num_pages, most) <= pool.num_free <= most
-        self.forget()
+    @rule(held=st.booleans())
+    def hold_a_row(self, held: bool) -> None:
+        """A request takes a free row for states that are not computed yet, or gives one back."""
+        if self.states is not None and held and self.states.pool.num_free > 1:
+            self.cache.held_rows.add(int(self.states.pool.allocate(1)[0]))
+        elif not held and self.cache.held_rows:
+            self.states.pool.free_one(self.cache.held_rows.pop())
 
     @rule(held=st.booleans())
     def hold_a_window_page(self, held: bool) -> None:
-        pool = self.cache.tree.window_pool
-        if held and pool.num_free > 6:
-            self.cache.held_windows.add(int(pool.allocate(1)[0]))
+        if self.of_windows is not None and held and self.of_windows.pool.num_free > 6:
+            self.cache.held_windows.add(int(self.of_windows.pool.allocate(1)[0]))
         elif not held and self.cache.held_windows:
-            pool.free(np.array([self.cache.held_windows.pop()]))
+            self.of_windows.pool.free_one(self.cache.held_windows.pop())
+
+    @rule(num_pages=st.integers(0, 14))
+    def evict_windows(self, num_pages: int) -> None:
+        if self.of_windows is None:
+            return
+        pool, evictable = self.of_windows.pool, self.evictable()
+        most = pool.num_free + len(evictable)
+        self.cache.make_room(num_pages)
+        assert min(num_pages, most) <= pool.num_free <= most
+        self.forget()
 
     @rule(num_pages=st.integers(0, 8))
     def evict(self, num_pages: int) -> None:
-        free, before = set(self.prefixes) - self.pinned(), dict(self.prefixes)
+        free, leased, before = set(self.prefixes) - self.pinned(), self.leased(), dict(self.prefixes)
+        points = list(self.points)
         freed = self.cache.tree.evict(num_pages)
         assert min(num_pages, len(free)) <= freed <= len(free)
         self.forget()
         assert len(before) - len(self.prefixes) == freed and before.keys() - self.prefixes.keys() <= free
+        gone = [prefix for prefix in points if prefix not in self.points]
+        if not gone:
+            return
+        left = self.points
+        leaves = [one for one in left if one in free and sum(other[: len(one)] == one for other in left) == 1]
+        value = {prefix: (prefix in leased, use) for prefix, (_, use) in before.items()}
+        last = max(gone, key=value.__getitem__)
+        assert all(value[last] <= value[leaf] for leaf in leaves)
+        kept = self.prefixes.keys() | {last[:end] for end in range(self.page_size, len(last) + 1, self.page_size)}
+        assert len(before) - len(kept) < num_pages, "the last leaf had not to go"
 
     def forget(self) -> None:
-        """Forgets the windows that were evicted, and the prefixes that neither a window nor a lock needs."""
+        """Forgets the points that were evicted, and the prefixes that neither a point nor a lock needs."""
         told = {tuple(np.frombuffer(path, np.int32).tolist()) for path in self.cache.listener.saved()}
-        self.windows = {prefix: window for prefix, window in self.windows.items() if prefix in told}
-        ends = [*self.windows, *(held for _, held in self.locks)]
+        self.points, self.once, self.again = (
+            [one for one in some if one in told] for some in (self.points, self.once, self.again)
+        )
+        self.rows, self.windows = (
+            {prefix: part for prefix, part in parts.items() if prefix in told} for parts in (self.rows, self.windows)
+        )
+        ends = [*self.points, *(held for _, held in self.locks)]
         kept = {one[:end] for one in ends for end in range(self.page_size, len(one) + 1, self.page_size)}
         self.prefixes = {prefix: use for prefix, use in self.prefixes.items() if prefix in kept}
         self.leases = [(lease, self.longest(held)) for lease, held in self.leases]
@@ -411,24 +370,45 @@ class WindowModel(Model):
     @rule()
     def reset(self) -> None:
         super().reset()
-        self.windows = {}
+        self.forget()
 
     @invariant()
     def sound(self) -> None:
         super().sound()
-        if hasattr(self, "windows"):
-            tree = self.cache.tree
-            assert sorted(window.tolist() for window in tree.checkpoints.values()) == sorted(self.windows.values())
-            assert tree.num_window_pages == len({page for window in self.windows.values() for page in window})
-            order = list(tree.eviction_order())
-            inner = [len(node.children) == 1 for node in order if node not in tree._used_again]
+        if not hasattr(self, "points"):
+            return
+        assert len(self.cache.tree.points) == len(self.points)
+        if self.states is not None:
+            order = [self.states.parts[node] for node in self.states.eviction_order()]
+            assert order == [self.rows[prefix] for prefix in (*self.once, *self.again)]
+        if self.of_windows is not None:
+            windows = self.of_windows
+            assert sorted(window.tolist() for window in windows.parts.values()) == sorted(self.windows.values())
+            assert windows.num_cached == len({page for window in self.windows.values() for page in window})
+            assert windows.num_evictable == len(self.evictable())
+            order = list(windows.eviction_order())
+            inner = [len(node.children) == 1 for node in order if node not in windows._used_again]
             assert inner == sorted(inner, reverse=True), "those of nodes with one child go first"
 
 
-class ChunkModel(WindowModel):
+class CheckpointModel(ComponentModel):
+    num_rows = 5
+
+
+class WindowModel(ComponentModel):
+    window = (14, 5, False)
+
+
+class ChunkModel(ComponentModel):
     """A window is the begun chunk of six tokens: at the end of one nothing is needed to go on."""
 
-    window_tokens, in_chunks = 6, True
+    window = (14, 6, True)
+
+
+class TwoComponentModel(ComponentModel):
+    """States and windows: a point has both, or is gone."""
+
+    num_rows, window = 5, (14, 5, False)
 
 
 TestModel = pytest.mark.slow(Model.TestCase)
@@ -438,4 +418,6 @@ TestCheckpointModel.settings = TestModel.settings
 TestWindowModel = pytest.mark.slow(WindowModel.TestCase)
 TestWindowModel.settings = TestModel.settings
 TestChunkModel = pytest.mark.slow(ChunkModel.TestCase)
-TestChunkModel.settings = TestModel.settings
+TestChunkModel.settings = settings(TestModel.settings, max_examples=50)
+TestTwoComponentModel = pytest.mark.slow(TwoComponentModel.TestCase)
+TestTwoComponentModel.settings = settings(TestModel.settings, max_examples=50)

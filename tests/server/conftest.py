@@ -122,7 +122,7 @@ class Whole:
         everything = {
             "engine.scheduler": len(self.engine.scheduler),
             "engine.has_work": self.engine.has_work,
-            "engine's grammars": len(self.engine._grammar_queue),
+            "engine.readiness": len(self.engine.readiness),
             "replica._owners": dict(self.replica._owners),
             "fleet._booked": dict(self.fleet._booked),
             "fleet's view": [v for v in self.fleet.snapshot() if v.bookings or v.waiting_tokens or v.context_tokens],

@@ -21,11 +21,10 @@ from transformers import AutoConfig
 from bench.correctness import families
 from tests.kept import kept_folder
 from tests.worker.driver import Driver
-from tests.worker.fakes import FakeExecutor, FakeGrammars, FakeParts, pages_now
+from tests.worker.fakes import FakeExecutor, FakeGrammars, FakeParts, Window, pages_now
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore, predicts
 from worker.engine.engine import Components
-from worker.executor.executor import WindowPages
 from worker.executor.model_runner import ModelRunner
 from worker.executor.multi_rank import MultiRankExecutor
 from worker.parallel.communicator import Communicator
@@ -120,7 +119,9 @@ class Sequences:
         self.runner = runner
         self.free = list(range(runner.num_pages))
         random.Random(seed).shuffle(self.free)
-        self.free_windows = list(range(runner.window.num_pages)) if runner.window else []
+        *_, last = runner.layout.paged
+        self.window = Window(last.num_units, last.window_tokens, last.kind == "chunk") if last.window_tokens else None
+        self.free_windows = list(range(last.num_units))
         random.Random(seed).shuffle(self.free_windows)
         self.windows: dict[int, list[int]] = {}  # by slot, its window pages; those that it gave back are -1
         self.computed: dict[int, int] = {}
@@ -141,8 +142,9 @@ class Sequences:
             pages = [self.free.pop() for _ in range(-(-(start + len(token_ids)) // page_size) - held)]
             chunks.append(Chunk(slot, start, token_ids, held, pages, len(token_ids)))
         plan = Plan.from_chunks(self.step, chunks)
-        if (window := self.runner.window) is not None:
-            plan.window_pages = np.array(self.window_pages(chunks, window), dtype=np.int32)
+        if self.window is not None:
+            of_windows = np.array(self.window_pages(chunks, self.window), dtype=np.int32)
+            plan.pages = np.stack((plan.pages[0], of_windows))
         logits = self.runner.forward(plan).logits
         self.step += 1
         for chunk, rows in zip(chunks, logits.split([c.num_logits for c in chunks]), strict=True):
@@ -151,15 +153,12 @@ class Sequences:
             if self.computed[chunk.slot] == len(self.tokens[chunk.slot]):
                 self.tokens[chunk.slot].append(int(rows[-1].argmax()))
 
-    def window_pages(self, chunks: list[Chunk], window: WindowPages) -> list[int]:
+    def window_pages(self, chunks: list[Chunk], window: Window) -> list[int]:
         """The new window pages of chunks. Before them, each sequence gives back those that lie before its window."""
         added = []
         for chunk in chunks:
             own = self.windows.setdefault(chunk.slot, [])
-            first = max(0, chunk.start - window.window_tokens + 1)
-            if window.in_chunks:
-                first = chunk.start // window.window_tokens * window.window_tokens
-            first //= self.runner.page_size
+            first = window.first(chunk.start) // self.runner.page_size
             self.free_windows += [page for page in own[:first] if page >= 0]
             own[:first] = [-1] * first
             new = [self.free_windows.pop() for _ in chunk.pages]

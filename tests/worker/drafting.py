@@ -82,7 +82,7 @@ def outputs(one: Engine) -> Iterator[Output]:
     """All outputs until nothing is left to do."""
     while len(one.scheduler):
         if not one.has_work:
-            one._grammar_queue.wait()
+            one.readiness.wait()
         yield from one.step()
 
 

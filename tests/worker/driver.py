@@ -9,10 +9,6 @@ import numpy as np
 import torch
 
 from pipeline.shape import BatchShape
-from radix.checkpoints import CheckpointTree
-from radix.pages import PagePool
-from radix.tree import Tree
-from radix.windows import WindowTree
 from tests.worker.fakes import any_models
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
@@ -28,35 +24,24 @@ class Driver:
     """A scheduler with a fake executor: what `worker.engine.engine` does, without tensors. With `overlap`, the tokens
     of a step come to the scheduler after the next one was planned and computed."""
 
-    def __init__(
-        self, executor, *, eos: tuple[int, ...] = (), overlap: bool = False, reuses_prefixes: bool = True, **config
-    ) -> None:
+    def __init__(self, executor, *, eos: tuple[int, ...] = (), overlap: bool = False, **config) -> None:
         self.executor = executor
         self.overlap = overlap
         self.flight: tuple[ScheduledStep, np.ndarray, SampledTokens] | None = None
         self.now_s = 0.0
         self.complete: list[int] = []  # of the next step's rows, those whose grammar is complete with their token
         self.config = WorkerConfig(page_size=executor.page_size, **config)
-        pool = PagePool(executor.num_pages, executor.page_size)
-        self.tree = Tree(executor.page_size, pool)
-        if executor.num_checkpoints:
-            self.tree = CheckpointTree(executor.page_size, pool, PagePool(executor.num_checkpoints, executor.page_size))
-        if (window := executor.window) is not None:
-            of_windows = PagePool(window.num_pages, executor.page_size)
-            self.tree = WindowTree(
-                executor.page_size, pool, of_windows, window.window_tokens, in_chunks=window.in_chunks
-            )
         self.scheduler = Scheduler(
             self.config,
-            self.tree,
+            executor.layout,
             vocab_size=executor.vocab_size,
             context_length=executor.context_length,
             eos_token_ids=eos,
             policy=CostStore(STAGES[: self.config.pp]).policy(self.config, overlap=False),
             returning_s=self.returning_s,
             clock=lambda: self.now_s,
-            reuses_prefixes=reuses_prefixes,
         )
+        self.tree = self.scheduler.kv_cache.tree
         self.outputs: dict[str, list[Output]] = defaultdict(list)
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 5, **fields) -> bool:

@@ -1,7 +1,9 @@
 """An executor whose answers are a hash, and what goes with it, for everything of the worker that needs no model."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +14,8 @@ from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components
 from worker.executor.attention_selector import AttentionChoice
-from worker.executor.executor import Executor, ForwardOutput, WindowPages
+from worker.executor.executor import Executor, ForwardOutput
+from worker.kv_layout import KVGroup, KVLayout
 from worker.messages import Failure, Grammar
 from worker.progress import NewestSteps
 from worker.scheduler.kv_demand import KVClaim, peak_pages
@@ -27,6 +30,28 @@ def mix(state: int, value: int) -> int:
     x = (state * 0x9E3779B97F4A7C15 + value + 1) & MASK
     x ^= x >> 29
     return (x * 0xBF58476D1CE4E5B9) & MASK
+
+
+class Window(NamedTuple):
+    """Layers with a window, or with chunks, and the number of their pages."""
+
+    num_pages: int
+    tokens: int
+    in_chunks: bool = False
+
+    def first(self, position: int) -> int:
+        """The first position that the token at `position` sees."""
+        return position // self.tokens * self.tokens if self.in_chunks else max(0, position - self.tokens + 1)
+
+
+def make_layout(num_pages: int, page_size: int, num_rows: int | None = None, window: Window | None = None) -> KVLayout:
+    """The layout of a model that has states if `num_rows` is given, and a window if `window` is."""
+    groups = [KVGroup("full", (0,), 1, num_pages)]
+    if window is not None:
+        groups.append(KVGroup("chunk" if window.in_chunks else "window", (1,), 1, window.num_pages, window.tokens))
+    if num_rows is not None:
+        groups.append(KVGroup("states", (2,), 1, num_rows))
+    return KVLayout(page_size, tuple(groups))
 
 
 class FakeExecutor(Executor):
@@ -44,11 +69,11 @@ class FakeExecutor(Executor):
         context_length: int = 10_000,
         eos_token_ids: tuple[int, ...] = (),
         poison: int | None = None,
-        num_checkpoints: int = 0,
-        window: WindowPages | None = None,
+        num_checkpoints: int | None = None,
+        window: Window | None = None,
     ) -> None:
-        self.has_states, self.num_checkpoints = num_checkpoints > 0, num_checkpoints
-        self.num_pages, self.page_size, self.vocab_size = num_pages, page_size, vocab_size
+        self.has_states, self.vocab_size = num_checkpoints is not None, vocab_size
+        self.layout = make_layout(num_pages, page_size, num_checkpoints, window)
         self.context_length = min(context_length, num_pages * page_size)
         self.eos_token_ids = eos_token_ids
         self.device = torch.device("cpu")
@@ -64,7 +89,7 @@ class FakeExecutor(Executor):
         self.window_tables: dict[int, list[int]] = {}
         self.expected: list[Plan] = []
         self.states: dict[int, tuple[int, int]] = {}  # by slot: number of tokens, and a hash of them
-        self.rows = [(-1, 0)] * num_checkpoints  # of checkpoints
+        self.rows = [(-1, 0)] * (num_checkpoints or 0)  # of checkpoints
 
     def announce(self, plan: Plan) -> None:
         self.expected.append(plan)
@@ -84,9 +109,7 @@ class FakeExecutor(Executor):
         assert not self.expected or self.expected.pop(0) is plan
         self.plans.append(plan)
         assert len(set(plan.slots.tolist())) == len(plan)
-        copies = {
-            index: [copy[1:] for copy in plan.checkpoints.tolist() if copy[0] == index] for index in range(len(plan))
-        }
+        copies = {index: [copy[1:] for copy in plan.copies.tolist() if copy[0] == index] for index in range(len(plan))}
         if self.has_states:
             self._begin_states(plan, copies)
         seen = [row for index, chunk in enumerate(plan.chunks) for row in self._chunk(chunk, copies[index])]
@@ -104,15 +127,13 @@ class FakeExecutor(Executor):
     def close(self) -> None:
         pass
 
-    def _run_windows(self, plan: Plan, window: WindowPages) -> None:
+    def _run_windows(self, plan: Plan, window: Window) -> None:
         """Keeps each token's KV in window pages too, and reads those of the windows as the chunks find them."""
-        added, size = np.split(plan.window_pages, np.cumsum(plan.num_pages)[:-1]), self.page_size
+        added, size = np.split(plan.pages[1], np.cumsum(plan.num_pages)[:-1]), self.page_size
         for chunk, pages in zip(plan.chunks, added, strict=True):
             table = self.window_tables.setdefault(chunk.slot, [])
             table[chunk.num_kept_pages :] = pages.tolist()
-            end, first = chunk.start + len(chunk.token_ids), max(0, chunk.start - window.window_tokens + 1)
-            if window.in_chunks:
-                first = chunk.start // window.window_tokens * window.window_tokens
+            end, first = chunk.start + len(chunk.token_ids), window.first(chunk.start)
             assert len(set(table[first // size :])) == len(table[first // size :])
             where, there = (
                 (np.array(one)[:, None] * size + np.arange(size)).ravel()[first:end]
@@ -264,5 +285,5 @@ class FakeParts:
         self.grammars = FakeGrammars()
 
     def __call__(self, model_dir: Path, config: WorkerConfig) -> Components:
-        self.executor.page_size = config.page_size
+        self.executor.layout = replace(self.executor.layout, page_size=config.page_size)
         return Components(self.executor, self.sampler, self.grammars, CostStore(any_models(config.pp)))

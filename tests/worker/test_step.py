@@ -19,10 +19,11 @@ CHECKPOINTS, ADAPTERS = [(1, 2, 7), (1, 3, 8), (3, 4, 9)], [(0, 1, 5), (2, 0, 6)
 
 
 def rich_plan(step: int) -> Plan:
-    """Of `CHUNKS`, with all that a plan may have. A window page is numbered 100 more than the page."""
+    """Of `CHUNKS`, with all that a plan may have. Pages of the second group are numbered 100 more than
+    those of the first."""
     plan = Plan.from_chunks(step, CHUNKS)
-    plan.window_pages = plan.pages + np.int32(100)
-    plan.checkpoints, plan.adapters = (np.array(some, dtype=np.int32) for some in (CHECKPOINTS, ADAPTERS))
+    plan.pages = np.concatenate((plan.pages, plan.pages + np.int32(100)))
+    plan.copies, plan.adapters = (np.array(some, dtype=np.int32) for some in (CHECKPOINTS, ADAPTERS))
     return plan
 
 
@@ -31,10 +32,10 @@ def test_a_plan_is_the_same_on_every_rank():
     assert plan.chunks == CHUNKS and len(plan) == 4 and plan.num_tokens == 7
     there = Plan.decode(plan.encode())
     assert there.chunks == CHUNKS and there.step == 7_000_000_000
-    assert there.window_pages.tolist() == [109, 104, 111, 112, 113]
-    assert (there.checkpoints.tolist(), there.adapters.tolist()) == ([*map(list, CHECKPOINTS)], [*map(list, ADAPTERS)])
+    assert there.pages.tolist() == [[9, 4, 11, 12, 13], [109, 104, 111, 112, 113]]
+    assert (there.copies.tolist(), there.adapters.tolist()) == ([*map(list, CHECKPOINTS)], [*map(list, ADAPTERS)])
     one = Plan.from_chunks(1, CHUNKS[:1])
-    assert Plan.decode(one.encode()).chunks == CHUNKS[:1]
+    assert Plan.decode(one.encode()).chunks == CHUNKS[:1] and one.pages.shape == (1, 0)
 
 
 @pytest.mark.parametrize("chosen", range(16))
@@ -42,9 +43,9 @@ def test_chunks_are_left_out(chosen):
     mask = np.array([bool(chosen & 1 << i) for i in range(4)])
     left = rich_plan(1).only(mask)
     assert left.num_tokens == left.lengths.sum() and len(left) == mask.sum()
-    assert left.window_pages.tolist() == (left.pages + 100).tolist()
+    assert left.pages[1].tolist() == (left.pages[0] + 100).tolist()
     indices = np.flatnonzero(mask).tolist()
-    for pairs, whole in ((left.checkpoints, CHECKPOINTS), (left.adapters, ADAPTERS)):
+    for pairs, whole in ((left.copies, CHECKPOINTS), (left.adapters, ADAPTERS)):
         assert [(indices[index], *rest) for index, *rest in pairs.tolist()] == [one for one in whole if mask[one[0]]]
     if chosen:
         assert left.chunks == [chunk for chunk, stays in zip(CHUNKS, mask, strict=True) if stays]
@@ -52,7 +53,7 @@ def test_chunks_are_left_out(chosen):
 
 def test_tables_hold_what_plans_said():
     rng = random.Random(0)
-    tables, expected = PageTable(6, 20, 4), {slot: [] for slot in range(6)}
+    tables, expected = PageTable(6, 20, 4, 2), {slot: [] for slot in range(6)}
     for step in range(200):
         chunks = []
         for slot in rng.sample(range(6), rng.randint(1, 6)):
@@ -60,9 +61,12 @@ def test_tables_hold_what_plans_said():
             pages = rng.choices(range(1000), k=rng.randint(0 if kept else 1, min(3, 20 - kept)))
             expected[slot][kept:] = pages
             chunks.append(Chunk(slot, 4 * len(expected[slot]) - 1, [1], kept, pages, 1))
-        tables.update(Plan.from_chunks(step, chunks))
+        plan = Plan.from_chunks(step, chunks)
+        plan.pages = np.concatenate((plan.pages, plan.pages + np.int32(100)))
+        tables.update(plan)
         for slot, pages in expected.items():
-            assert tables.rows[slot, : len(pages)].tolist() == pages
+            assert tables.rows[0, slot, : len(pages)].tolist() == pages
+            assert tables.rows[1, slot, : len(pages)].tolist() == [page + 100 for page in pages]
 
 
 def test_a_chunk_outside_its_pages_is_an_error():

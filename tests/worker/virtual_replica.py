@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.cost import CostModel
-from radix.pages import PagePool
-from radix.tree import Tree
-from tests.worker.fakes import any_models
+from tests.worker.fakes import any_models, make_layout
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
 from worker.messages import Generate, SamplingParams
@@ -27,10 +25,9 @@ class VirtualReplica:
     def __init__(self, kv_tokens: int, max_running: int = 64, page_size: int = 16, **config: Any) -> None:
         self.now_s = 0.0
         self.config = WorkerConfig(page_size=page_size, max_running=max_running, token_budget=512, **config)
-        self.tree = Tree(page_size, PagePool(kv_tokens // page_size, page_size))
         self.scheduler = Scheduler(
             self.config,
-            self.tree,
+            make_layout(kv_tokens // page_size, page_size),
             vocab_size=50_000,
             context_length=kv_tokens,
             eos_token_ids=(EOS,),

@@ -195,14 +195,14 @@ class ModelDrafter(Drafter):
         starts, counts, num_logits, kept_pages = np.array(columns, dtype=np.int32).T.copy()
         num_pages = np.array([len(some) for some in pages], dtype=np.int32)
         columns_of = (slots[chosen], starts, counts, num_logits, kept_pages, num_pages)
-        plans = [Plan(self._next_step(), *columns_of, *map(np.concatenate, (token_ids, pages)))]
+        plans = [Plan(self._next_step(), *columns_of, np.concatenate(token_ids), np.concatenate(pages)[None])]
         known_of = np.array([seq.num_known for seq in sequences], dtype=np.int32)
         for number in range(1, max((lengths[i] for i in ready), default=0)):
             some = [i for i in ready if lengths[i] > number]
             ones, none = np.ones(len(some), dtype=np.int32), np.zeros(len(some), dtype=np.int32)
             places = known_of[some] + np.int32(number - 1)
             pending = np.full(len(some), PENDING, dtype=np.int32)
-            plans.append(Plan(self._next_step(), slots[some], places, ones, ones, none, none, pending, _NO_PAGES))
+            plans.append(Plan(self._next_step(), slots[some], places, ones, ones, none, none, pending, _NO_PAGES[None]))
         return plans, ready
 
     def _next_step(self) -> int:

@@ -48,7 +48,7 @@ class AdapterQueue:
         return not self._done.empty()
 
     @property
-    def reads(self) -> list[Future[None]]:
+    def futures(self) -> list[Future[None]]:
         """Reads that have not ended."""
         return [copy.read for copy in self._copies.values() if not copy.read.done()]
 

@@ -10,25 +10,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pipeline.meter import Meter
-from radix.checkpoints import CheckpointTree
 from radix.events import Event
-from radix.pages import PagePool
 from radix.snapshot import SnapshotWalk
-from radix.tree import Tree
-from radix.windows import WindowTree
 from worker.config import WorkerConfig
 from worker.drafts import Drafter, SpeculativeDecoding, make_drafters, make_jump_forward
 from worker.drafts.model import ModelDrafter
 from worker.engine.adapter_queue import AdapterQueue
 from worker.engine.cost_store import ENDS_S, CostStore, needs_costs
 from worker.engine.loops import OverlapLoop, PipelineLoop, SerialLoop, StepLoop
+from worker.engine.readiness import Readiness
 from worker.engine.stage_timeline import StageTimeline
 from worker.engine.step_watch import StepWatch
 from worker.engine.steps import Steps
@@ -146,22 +143,6 @@ class Engine:
             parts
         )
         self._lengths = LengthStore() if lengths is None else lengths
-        pool = PagePool(self.executor.num_pages, config.page_size)
-        if self.executor.num_checkpoints:
-            states = PagePool(self.executor.num_checkpoints, config.page_size)
-            self.tree: Tree = CheckpointTree(config.page_size, pool, states, on_event=on_event)
-        elif (window := self.executor.window) is not None:
-            of_windows = PagePool(window.num_pages, config.page_size)
-            self.tree = WindowTree(
-                config.page_size,
-                pool,
-                of_windows,
-                window.window_tokens,
-                on_event=on_event,
-                in_chunks=window.in_chunks,
-            )
-        else:
-            self.tree = Tree(config.page_size, pool, on_event=on_event)
         overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap
         self.timeline = StageTimeline(config.pp, self.costs)
         self.watch = StepWatch(self.costs, config.longest_step_s, self.executor.device.type)
@@ -172,7 +153,7 @@ class Engine:
             speculation = SpeculativeDecoding(drafters, self.costs.seconds, most, exposed_s, rows=rows)
         self.scheduler = Scheduler(
             config,
-            self.tree,
+            self.executor.layout,
             vocab_size=self.executor.vocab_size,
             context_length=self.executor.context_length,
             eos_token_ids=self.executor.eos_token_ids,
@@ -182,12 +163,13 @@ class Engine:
             clock=clock,
             speculation=speculation,
             lengths=self._lengths.predictor,
-            reuses_prefixes=not self.executor.has_states or self.executor.num_checkpoints > 0,
+            on_event=on_event,
         )
+        self.tree = self.scheduler.kv_cache.tree
         self._grammar_queue = GrammarQueue(self.grammars, on_ready)
         self._answer_checks = AnswerChecks(self.grammars, on_ready)
         self._adapter_queue = AdapterQueue(self.executor, config.max_cpu_loras, on_ready)
-        self._awaited: dict[str, int] = {}  # of requests that wait for a grammar and an adapter: how many of these
+        self.readiness = Readiness({"grammar": self._grammar_queue, "adapter": self._adapter_queue})
         self._steps = Steps(
             self.scheduler,
             self.executor,
@@ -211,15 +193,14 @@ class Engine:
         request_id, grammar = request.request_id, request.sampling.grammar
         if request_id in self.scheduler:
             raise ValueError(f"request id {request_id!r} is in use: ids must be unique while a request lives")
-        number, is_there = 0, True
+        number, missing = 0, [] if grammar is None else ["grammar"]
         if request.adapter is not None and self.scheduler.config.lora_slots:
             number, is_there = self._adapter_queue.open(request_id, request.adapter)
-        awaited = (grammar is not None) + (not is_there)
-        if not self.scheduler.add(request, ready=not awaited, adapter=number):
-            self._adapter_queue.forget(request_id)
+            missing += [] if is_there else ["adapter"]
+        if not self.scheduler.add(request, ready=not missing, adapter=number):
+            self.readiness.forget(request_id)
             return
-        if awaited > 1:
-            self._awaited[request_id] = awaited
+        self.readiness.wait_for(request_id, missing)
         if grammar is not None:
             self._grammar_queue.submit(request_id, grammar, request.client)
             self._answer_checks.add(request)
@@ -229,10 +210,8 @@ class Engine:
         request_ids = list(request_ids)
         self.scheduler.abort(request_ids)
         for request_id in request_ids:
-            self._grammar_queue.forget(request_id)
+            self.readiness.forget(request_id)
             self._answer_checks.forget(request_id)
-            self._adapter_queue.forget(request_id)
-            self._awaited.pop(request_id, None)
         self._steps.free_sampler_slots(self.scheduler.take_freed_slots())
 
     def release(self, owners: Iterable[str]) -> None:
@@ -241,9 +220,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do now. Requests that wait for a grammar, or to be judged by its schema, do
+        """Whether `step` has anything to do now. Requests that are not ready, or wait to be judged by their schema, do
         not count: `on_ready` tells."""
-        is_ready = self._grammar_queue.has_ready or self._answer_checks.has_ready or self._adapter_queue.has_ready
+        is_ready = self.readiness.has_ready or self._answer_checks.has_ready
         return self.scheduler.has_work or self._loop.has_work or is_ready
 
     def spare_s(self) -> float:
@@ -253,11 +232,9 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Runs one turn of the loop. Returns the outputs since the last call. Raises DeviceLost."""
-        for request_id, failure in chain(self._grammar_queue.poll(), self._adapter_queue.poll()):
+        for request_id, failure in self.readiness.poll():
             if failure is not None:
                 self.scheduler.fail(request_id, failure)
-            elif (awaited := self._awaited.pop(request_id, 1)) > 1:
-                self._awaited[request_id] = awaited - 1
             elif request_id in self.scheduler:
                 self.scheduler.release(request_id)
         self._steps.record_times()
@@ -268,12 +245,10 @@ class Engine:
         if not self.has_work:
             self._rest()
         self._steps.free_sampler_slots(self.scheduler.take_freed_slots())
-        if len(self._grammar_queue) or len(self._adapter_queue):
+        if len(self.readiness):
             for output in outputs:
                 if output.finish_reason is not None:
-                    self._grammar_queue.forget(output.request_id)
-                    self._adapter_queue.forget(output.request_id)
-                    self._awaited.pop(output.request_id, None)
+                    self.readiness.forget(output.request_id)
         return outputs
 
     def generate(
@@ -303,7 +278,7 @@ class Engine:
                         request.prediction_ids = list(guess)
                         self.add(request)
                     if not self.has_work:
-                        self._grammar_queue.wait([*self._answer_checks.futures, *self._adapter_queue.reads])
+                        self.readiness.wait(self._answer_checks.futures)
                     for output in self.step():
                         finished[output.request_id].add(output)
                         num_done += output.finish_reason is not None

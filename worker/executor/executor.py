@@ -10,6 +10,7 @@ import torch
 
 from worker.executor.attention_selector import AttentionChoice
 from worker.executor.expert_balance import ExpertBalance
+from worker.kv_layout import KVLayout
 from worker.progress import NewestSteps
 from worker.step import Plan, StepTime
 
@@ -32,15 +33,6 @@ class ForwardOutput(NamedTuple):
     hidden: torch.Tensor | None = None
 
 
-class WindowPages(NamedTuple):
-    """Pages of a model's layers with a window: how many there are, and how many tokens a token sees, itself included.
-    With `in_chunks`, that is the length of a chunk, and a token sees those of its own."""
-
-    num_pages: int
-    window_tokens: int
-    in_chunks: bool = False
-
-
 class Executor(ABC):
     """Runs the plans of one replica. `ModelRunner` is the local implementation, with one rank in this process;
     `MultiRankExecutor` leads the ranks of tensor and pipeline parallelism.
@@ -55,30 +47,33 @@ class Executor(ABC):
     | attribute | meaning |
     | --- | --- |
     | `device` | the device of logits and of sampling |
-    | `page_size`, `num_pages` | tokens in a KV page; pages in the KV cache, the same on all ranks |
+    | `layout` | the groups of the cache, with as many pages and rows on all ranks |
     | `vocab_size` | columns of the logits |
     | `context_length` | longest sequence, in tokens: configured, or the model's, at most what the KV cache holds |
-    | `has_states` | whether the model has recurrent states, so that a cached prefix can be continued from checkpoints only |
     | `expert_balance` | with expert parallelism: how evenly ranks compute |
-    | `num_checkpoints` | rows for checkpoints of recurrent states |
-    | `window` | pages of layers with a window; None if these keep all tokens, or there are none |
     | `eos_token_ids` | the model's end tokens |
     | `attention_choice` | the attention backend that runs |
     | `last_tokens` | int64 `[max_running + 1]` on `device`, the newest token of each slot: written by sampling, read by the next step's PENDING tokens; the last entry belongs to no slot |
     """  # noqa: E501
 
     device: torch.device
-    page_size: int
-    num_pages: int
+    layout: KVLayout
     vocab_size: int
     context_length: int
-    has_states: bool = False
     expert_balance: ExpertBalance | None = None
-    num_checkpoints: int = 0
-    window: WindowPages | None = None
     eos_token_ids: tuple[int, ...]
     attention_choice: AttentionChoice
     last_tokens: torch.Tensor
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.layout.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the group that sees all tokens."""
+        return self.layout.num_pages
 
     @abstractmethod
     def announce(self, plan: Plan) -> None:

@@ -12,8 +12,7 @@ import torch
 from kernels.linear.fp8_linear import CAPABILITY
 from pipeline.roofline import DEVICES, make_stages
 from worker.config import WorkerConfig
-from worker.executor.kv_cache import GPU_MEMORY_FRACTION
-from worker.executor.state_cache import row_bytes
+from worker.executor.kv_cache import GPU_MEMORY_FRACTION, row_bytes
 from worker.models.config import DecoderConfig, decoder_config, in_memory, read_config
 from worker.models.layer_specs import roofline_model
 from worker.models.sharding import Shard

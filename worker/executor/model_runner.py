@@ -2,7 +2,6 @@
 elsewhere."""
 
 import logging
-import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,18 +22,19 @@ from kernels.host_device import all_to_device, reserve_pinned
 from kernels.recurrent.states import RecurrentStates, StateBatch
 from pipeline.padding import MOST_TOKENS, mixed_sizes
 from worker.config import WorkerConfig
-from worker.executor import kv_cache, state_cache, window_cache
+from worker.executor import kv_pools
 from worker.executor.adapter_store import AdapterStore
 from worker.executor.attention_selector import AttentionChoice, AttentionLimits, build_attention, choose_attention
 from worker.executor.cuda_graphs import CudaGraphRunner, product_sizes
-from worker.executor.draft_memory import DraftBytes
-from worker.executor.executor import Executor, ForwardOutput, WindowPages
+from worker.executor.executor import Executor, ForwardOutput
 from worker.executor.expert_balance import ExpertBalance
 from worker.executor.gpu_defaults import resolve_device, with_gpu_defaults
+from worker.executor.kv_cache import DraftBytes, KVBudget, context_length, num_slot_rows
 from worker.executor.page_table import PageTable
 from worker.executor.piecewise_graphs import PiecewiseGraphs, ProbeBatch
 from worker.executor.step_timer import StepTimer
 from worker.executor.weight_loader import Progress, load_weights
+from worker.kv_layout import KVLayout
 from worker.models.adapted_layers import AdaptedLayers
 from worker.models.config import DecoderConfig, HfConfig, decoder_config, eos_token_ids, read_config
 from worker.models.decoder import Decoder
@@ -81,11 +81,9 @@ class ModelRunner(Executor):
         hf = read_config(model)
         shard = self._own_shard(hf, config)
         _check_speculation(config, shard.whole)
-        self.has_states = shard.whole.recurrent is not None
         self.model_config, self.vocab_size = shard.config, shard.config.vocab_size
         self.attention_choice = self._choose_attention()
         self.eos_token_ids = eos_token_ids(model, hf.eos_token_id)
-        self.page_size = config.page_size
         self._max_running, self._token_budget = config.max_running, config.token_budget
         self._check_max_running()
 
@@ -106,24 +104,14 @@ class ModelRunner(Executor):
         self._adapters = self._allocate_adapters(shard, config)
         self._logits = self._allocate_logits()
         self._working_bytes = 0  # peak memory of the largest step, if `_profile` has run it
-        self._window = window_cache.window_tokens(shard.whole, self._longest(config), config)
-        self.num_pages = self._size_kv_cache(shard.whole, config)
-        if self._window is not None:
-            num_window_pages = window_cache.num_pages(self._window, self.num_pages, config)
-            self.window = WindowPages(num_window_pages, self._window, self.model_config.in_chunks)
-        self.num_checkpoints = state_cache.num_checkpoints(
-            shard.whole, self.dtype, self.num_pages * self.page_size, config.state_checkpoints
-        )
-        self.context_length = kv_cache.context_length(
+        self.layout = self._divide_memory(shard.whole, config)
+        self.context_length = context_length(
             config.context_length, self.model_config.context_length, self.num_pages * self.page_size
         )
         pages_per_sequence = -(-self.context_length // self.page_size)
-        self._tables = PageTable(self._max_running, pages_per_sequence, self.page_size)
-        self._window_tables: PageTable | None = None
-        if self.window is not None:
-            self._window_tables = PageTable(self._max_running, pages_per_sequence, self.page_size)
-        self._attention = self._allocate_kv_cache(self.num_pages, pages_per_sequence)
-        self._states = self._allocate_states(self.num_checkpoints)
+        self._tables = PageTable(self._max_running, pages_per_sequence, self.page_size, len(self.layout.paged))
+        self._attention = self._allocate_kv_cache(self.layout, pages_per_sequence)
+        self._states = self._allocate_states(self.layout)
         if isinstance(self._attention, GraphAttention):
             self._graphs = self._capture_graphs(self._attention)
             if self.decoder.has_pieces:
@@ -151,8 +139,6 @@ class ModelRunner(Executor):
         logits."""
         self._begun = plan.step
         self._tables.update(plan)
-        if self._window_tables is not None:
-            self._window_tables.update(plan, plan.window_pages)
         self._has_pending_tokens = self.model_config.is_first and plan.has_pending_tokens
         if self.expert_balance is not None:
             self.expert_balance.begin_step()
@@ -254,19 +240,19 @@ class ModelRunner(Executor):
 
     def _batch(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> AttentionBatch:
         """The batch of chunks of the sequences in these slots."""
-        of_windows = None if self._window_tables is None else self._window_tables.rows
-        return AttentionBatch(self._tables.rows, slots, starts, lengths, of_windows)
+        tables = self._tables.rows
+        return AttentionBatch(tables[0], slots, starts, lengths, tables[-1])
 
     def _copies(self, plan: Plan, order: np.ndarray | None = None) -> np.ndarray:
         """`StateBatch.copies` of a plan whose chunks are computed in the given order, the plan's by default."""
-        copies = plan.checkpoints.copy()
+        copies = plan.copies.copy()
         if len(copies):
             order = np.arange(len(plan)) if order is None else order
             place = np.empty(len(plan), dtype=np.int32)
             place[order] = np.arange(len(plan), dtype=np.int32)
-            copies[:, 0] = place[plan.checkpoints[:, 0]]
-            copies[:, 1] -= plan.starts[plan.checkpoints[:, 0]]
-            copies[:, 2] += state_cache.first_checkpoint(self._max_running)
+            copies[:, 0] = place[plan.copies[:, 0]]
+            copies[:, 1] -= plan.starts[plan.copies[:, 0]]
+            copies[:, 2] += num_slot_rows(self._max_running)
         return copies
 
     def _begin(self) -> torch.Tensor | None:
@@ -420,43 +406,30 @@ class ModelRunner(Executor):
         columns = self.vocab_size if self.stage.is_last else 0
         return torch.empty(self._max_running, columns, dtype=torch.float32, device=self.device)
 
-    def _size_kv_cache(self, whole: DecoderConfig, config: WorkerConfig) -> int:
-        """Returns the number of pages that fits on every rank, because all ranks have the same page tables."""
-        tokens = config.kv_tokens
-        if tokens is None:
-            tokens = self.stage.rendezvous.all_reduce_min(self._fitting_tokens(whole, config))
-        next_to = "" if config.draft_model is None else f" next to draft_model {config.draft_model}"
-        return kv_cache.num_pages(tokens, self.page_size, next_to)
-
-    def _fitting_tokens(self, whole: DecoderConfig, config: WorkerConfig) -> int:
-        """Returns the KV cache's default capacity on this rank, in tokens, next to a draft model's if there is one, and
-        next to recurrent states and their checkpoints. `whole`: the model without any cut."""
+    def _divide_memory(self, whole: DecoderConfig, config: WorkerConfig) -> KVLayout:
+        """Returns the layout of the cache that fits on every rank, because all ranks have the same page tables.
+        `whole`: the model without any cut."""
         draft = DraftBytes()
         if config.draft_model is not None:
             draft = DraftBytes.of(Path(config.draft_model), self.dtype, self.device, self._max_running)
-        own, of_windows = kv_cache.token_bytes(self.model_config, self.dtype), 0
-        if self._window is not None:
-            own, of_windows = window_cache.bytes_of(self._window, self.model_config, self.dtype, config)
-        bytes_per_token = own + draft.per_token
-        fraction = config.kv_memory_fraction
-        rows = state_cache.first_checkpoint(self._max_running) + (config.state_checkpoints or 0)
-        fixed = draft.fixed + of_windows + rows * state_cache.row_bytes(self.model_config, self.dtype)
-        if config.state_checkpoints is None:
-            bytes_per_token += math.ceil(state_cache.checkpoint_bytes(self.model_config, whole, self.dtype))
-        if self.device.type == "cpu":
-            return kv_cache.cpu_tokens(bytes_per_token, fraction, fixed)
-        self._working_bytes = self._profile(self._largest_step(config))
-        return kv_cache.gpu_tokens(bytes_per_token, self.device, fraction, fixed)
+        budget = KVBudget(whole, self.model_config, self.dtype, config, self._longest(config), draft)
+        tokens = config.kv_tokens
+        if tokens is None:
+            if self.device.type == "cuda":
+                batch = self._largest_step(config)
+                self._working_bytes = self._profile(batch, budget.probe_layout(batch.tables.size))
+            tokens = self.stage.rendezvous.all_reduce_min(budget.tokens(self.device))
+        return budget.layout(tokens)
 
     def _largest_step(self, config: WorkerConfig) -> AttentionBatch:
         """The largest step, in sequences as long as they may be."""
         length = min(self._token_budget, self._longest(config))
-        return _probe_batch(-(-self._token_budget // length) * length, length, self.page_size)
+        return _probe_batch(-(-self._token_budget // length) * length, length, config.page_size)
 
     @torch.inference_mode()
-    def _profile(self, batch: AttentionBatch) -> int:
+    def _profile(self, batch: AttentionBatch, layout: KVLayout) -> int:
         """Run the largest step once, with the most logits that a step may have, so that the allocator knows the peak
-        memory. Returns the bytes that the step needs."""
+        memory. `layout`: with the pages of the step. Returns the bytes that the step needs."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before_bytes = torch.cuda.memory_allocated(self.device)
         logit_indices = np.arange(min(PROMPT_LOGIT_ROWS + self._max_running, batch.num_tokens))
@@ -466,8 +439,8 @@ class ModelRunner(Executor):
             shape = (self.stage.count + 1, len(token_ids), self.model_config.received_size)
             in_flight = torch.zeros(shape, dtype=self.dtype, device=self.device)
         received = None if self.stage.before is None else in_flight[0]
-        attention = self._allocate_kv_cache(batch.tables.size, batch.tables.shape[1])
-        states = self._allocate_states()
+        attention = self._allocate_kv_cache(layout, batch.tables.shape[1])
+        states = self._allocate_states(layout)
         if states is not None:
             states.plan(StateBatch(batch.rows, batch.starts, batch.lengths))
         self._step(batch, token_ids, logit_indices, attention, lambda: received, states=states)
@@ -476,35 +449,28 @@ class ModelRunner(Executor):
         torch.cuda.empty_cache()
         return working_bytes
 
-    def _allocate_states(self, checkpoints: int = 0) -> RecurrentStates | None:
+    def _allocate_states(self, layout: KVLayout) -> RecurrentStates | None:
         """Allocates the recurrent states of all slots, and rows for checkpoints; None for layers without any."""
-        return state_cache.allocate(self.model_config, self._max_running, checkpoints, self.device, self.dtype)
+        return kv_pools.allocate_states(self.model_config, layout, self._max_running, self.device, self.dtype)
 
-    def _allocate_kv_cache(self, pages: int, pages_per_sequence: int) -> AttentionBackend:
-        """Allocates the KV cache, and returns the attention over it."""
-        shape, sinks = self.model_config.attention_shape, self.decoder.sinks
-        if self._window is None and shape.full_heads is None and not shape.in_chunks:
-            return self._allocate_pages(shape, pages, pages_per_sequence, sinks)
-        # A probe's tables serve both kinds of layers, and others where windows hold all tokens.
-        of_windows = pages if self.window is None else self.window.num_pages
-        seen = pages_per_sequence
-        if self._window is not None:
-            seen = -(-(self._window + self._max_graph_tokens) // self.page_size) + 1
+    def _allocate_kv_cache(self, layout: KVLayout, pages_per_sequence: int) -> AttentionBackend:
+        """Allocates the pages of all groups, and returns the attention over them."""
 
-        def make(own: AttentionShape, has_window: bool, own_sinks: torch.Tensor | None) -> AttentionBackend:
-            if has_window:
-                return self._allocate_pages(own, of_windows, min(pages_per_sequence, seen), own_sinks)
-            return self._allocate_pages(own, pages, pages_per_sequence, own_sinks)
+        def make(shape: AttentionShape, pages: int, window: int | None, sinks: torch.Tensor | None) -> AttentionBackend:
+            seen = pages_per_sequence
+            if window is not None:
+                seen = min(seen, -(-(window + self._max_graph_tokens) // layout.page_size) + 1)
+            return self._allocate_pages(shape, pages, layout.page_size, seen, sinks)
 
-        return window_cache.build(shape, sinks, make)
+        return kv_pools.build_attention(self.model_config.attention_shape, layout, self.decoder.sinks, make)
 
     def _allocate_pages(
-        self, shape: AttentionShape, pages: int, pages_per_sequence: int, sinks: torch.Tensor | None
+        self, shape: AttentionShape, pages: int, page_size: int, pages_per_sequence: int, sinks: torch.Tensor | None
     ) -> AttentionBackend:
         """Allocates pages of the layers of `shape`, and returns the attention over them."""
         # On a GPU, an extra page is for padding of a batch to a graph's size.
         allocated = pages if self.device.type == "cpu" else pages + 1
-        kv = kv_cache.allocate(shape, allocated, self.page_size, self.device, self.dtype)
+        kv = kv_pools.allocate(shape, allocated, page_size, self.device, self.dtype)
         limits = AttentionLimits(
             self._max_running,
             self._max_running * pages_per_sequence,
@@ -518,7 +484,7 @@ class ModelRunner(Executor):
         adapted = None if self._adapters is None else self._adapters.adapted
         graphs = CudaGraphRunner(*shared, self._max_graph_tokens, self._begin, self._states, adapted)
         with torch.inference_mode():
-            graphs.capture(self._tables.rows, _show_capture)
+            graphs.capture(self._tables.rows[0], _show_capture)
         return graphs
 
     @torch.inference_mode()
@@ -536,8 +502,7 @@ class ModelRunner(Executor):
     def _probe(self, tokens: int) -> ProbeBatch:
         """Returns a step of `tokens` tokens, in arbitrary pages."""
         batch = _probe_batch(tokens, self.context_length, self.page_size)
-        num_pages = self.num_pages if self.window is None else min(self.num_pages, self.window.num_pages)
-        batch = replace(batch, tables=batch.tables % num_pages)
+        batch = replace(batch, tables=batch.tables % min(group.num_units for group in self.layout.paged))
         token_ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
         return ProbeBatch(batch, token_ids, torch.from_numpy(token_positions(batch)).to(self.device))
 

@@ -149,10 +149,9 @@ class MultiRankExecutor(Executor):
                 raise RankLost(reason) from error
             raise
         self.device = self.runner.device
-        self.page_size, self.num_pages = self.runner.page_size, self.runner.num_pages
+        self.layout = self.runner.layout
         self.vocab_size, self.context_length = self.runner.vocab_size, self.runner.context_length
-        self.has_states, self.num_checkpoints = self.runner.has_states, self.runner.num_checkpoints
-        self.window, self.expert_balance = self.runner.window, self.runner.expert_balance
+        self.expert_balance = self.runner.expert_balance
         self.eos_token_ids = self.runner.eos_token_ids
         self.attention_choice = self.runner.attention_choice
         self.last_tokens = self.runner.last_tokens

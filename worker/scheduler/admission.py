@@ -515,7 +515,7 @@ class Admission:
             return False  # without the cost of a lookup in the tree
         self._kv_cache.acquire_prefix(seq)
         available = self._kv_cache.num_unreserved if len(self._running) else self._kv_cache.num_available
-        if self._forecast().has_room(seq, available) and self._kv_cache.has_windows_for(seq, self._running.rows):
+        if self._forecast().has_room(seq, available) and self._kv_cache.has_room_for(seq, self._running.rows):
             return True
         self._kv_cache.free(seq, keep=False)
         return False

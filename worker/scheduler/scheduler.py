@@ -39,12 +39,11 @@ import numpy as np
 from pipeline.budget import Budget
 from pipeline.chunk import chunk_tokens
 from pipeline.policy import Policy, SchedulerView
-from radix.checkpoints import CheckpointTree
+from radix.events import Event
 from radix.leases import Leases
-from radix.tree import Tree
-from radix.windows import WindowTree
 from worker.config import WorkerConfig
 from worker.drafts.speculative_decoding import SpeculativeDecoding
+from worker.kv_layout import KVLayout
 from worker.lengths import OutputLengthPredictor
 from worker.messages import Failure, Generate, Output, ReplicaLoad, TokenLogprobs
 from worker.scheduler.adapter_slots import AdapterSlots
@@ -59,13 +58,11 @@ from worker.scheduler.running_batch import RunningBatch
 from worker.scheduler.scheduled_step import ScheduledStep, SchedulerOutput
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
-from worker.scheduler.state_checkpoints import CheckpointedKVCache
 from worker.scheduler.step_builder import StepBuilder
 from worker.scheduler.steps_in_flight import PipelineStepsInFlight, StepsInFlight
 from worker.scheduler.stop_checker import StopChecker
 from worker.scheduler.validation import overloaded, refusal
 from worker.scheduler.waiting_queue import QueueOrder
-from worker.scheduler.window_pages import WindowedKVCache
 
 if TYPE_CHECKING:
     from worker.step import PooledChunks, SampledTokens
@@ -83,7 +80,7 @@ class Scheduler:
     def __init__(
         self,
         config: WorkerConfig,
-        tree: Tree,
+        layout: KVLayout,
         *,
         vocab_size: int,
         context_length: int,
@@ -94,25 +91,26 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         speculation: SpeculativeDecoding | None = None,
         lengths: OutputLengthPredictor | None = None,
-        reuses_prefixes: bool = True,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         """Times are in seconds.
 
+        - `layout`: the groups of the cache, as the ranks have them.
         - `ahead_s`: time until the first stage is done with all steps sent to it (`SchedulerView.ahead_s`).
         - `returning_s`: with pipeline parallelism, time until the tokens of the given step, the oldest in flight,
           are on the last stage's device for the next step to read; infinite if the next step may not read them there.
         - `clock`: the current time; a simulator passes virtual time.
         - `speculation`: proposes drafts; None for a replica without.
         - `lengths`: predicts output lengths; None for one that has learned nothing yet.
-        - `reuses_prefixes`: whether computed prefixes are kept for other sequences.
+        - `on_event`: called with every change of the radix tree.
         """
         self._speculation = speculation
         self.lengths = OutputLengthPredictor() if lengths is None else lengths
         self._inserts = config.jump_forward == "insert"  # whether any sequence may insert tokens
         self.config = config
         self.policy = policy
-        self.num_pages = tree.pool.num_pages
-        self.page_size = tree.page_size
+        self.num_pages = layout.num_pages
+        self.page_size = layout.page_size
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.kv_tokens = self.num_pages * self.page_size
@@ -124,14 +122,8 @@ class Scheduler:
         self.running = RunningSequences(num_slots)
         self._sequences: dict[str, Sequence] = {}
         self._table = SequenceTable[Sequence](config.max_waiting + num_slots)
-        self.kv_cache = KVCacheManager(tree, self._table, reuses_prefixes)
-        self._checkpoints: CheckpointedKVCache | None = None
-        if isinstance(tree, CheckpointTree):
-            self.kv_cache = self._checkpoints = CheckpointedKVCache(tree, self._table, config.checkpoint_interval)
-        self._windows: WindowedKVCache | None = None
-        if isinstance(tree, WindowTree):
-            self.kv_cache = self._windows = WindowedKVCache(tree, self._table, config.checkpoint_interval)
-        self.leases = Leases(tree, self.num_pages // 2)
+        self.kv_cache = KVCacheManager(layout, self._table, config.checkpoint_interval, on_event)
+        self.leases = Leases(self.kv_cache.tree, self.num_pages // 2)
         self._num_stages = policy.settings.stages
         self._in_flight: StepsInFlight
         if self._num_stages == 1:
@@ -445,7 +437,7 @@ class Scheduler:
         fits."""
         if budget is None:
             return None
-        self._builder = StepBuilder(budget, self.page_size, self._table, self._checkpoints, self._windows)
+        self._builder = StepBuilder(budget, self.kv_cache, self._table)
         self._waiting.begin(self._builder, self._step)
         self._preemption.begin(self._builder, running.is_ending)
         for seq in self._sequences_at(running.rows, running.in_prompt):
@@ -598,9 +590,9 @@ class Scheduler:
         self._shares.close(seq.share)
 
     def _confirm(self, step: ScheduledStep, is_past_prompt: np.ndarray) -> None:
-        """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree; with recurrent
-        states, those before new checkpoints. Sequences give back what lies before their windows. `is_past_prompt`: bool
-        [chunks], whether a chunk starts after its sequence's prompt."""
+        """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree, and those before
+        resume points that the step has copied parts of. Sequences give back what they need no longer. `is_past_prompt`:
+        bool [chunks], whether a chunk starts after its sequence's prompt."""
         table, plan = self._table, step.plan
         is_kept = table.slot[step.rows] >= 0  # without preempted sequences
         if step.has_dropped:
@@ -612,8 +604,8 @@ class Scheduler:
         kept = step.rows[is_kept]
         table.num_confirmed[kept] = ends[is_kept]
         is_cached = is_kept & ~is_past_prompt
-        if self._checkpoints is not None:
-            is_cached[plan.checkpoints[:, 0]] = is_kept[plan.checkpoints[:, 0]]
+        if len(plan.copies):
+            is_cached[plan.copies[:, 0]] = is_kept[plan.copies[:, 0]]
         for chunk in is_cached.nonzero()[0].tolist():
             self.kv_cache.cache_prefix(step.sequences[chunk])
         self.kv_cache.give_back(kept)

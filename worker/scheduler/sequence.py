@@ -8,7 +8,6 @@ from radix.salt import salted
 from worker.messages import Generate, SamplingParams, TokenLogprobs
 from worker.scheduler.fair_share import ClientShare
 from worker.scheduler.pool import Pool
-from worker.scheduler.sequence_checkpoints import SequenceCheckpoints
 from worker.scheduler.sequence_table import SequenceTable, TableColumn
 
 if TYPE_CHECKING:
@@ -49,22 +48,6 @@ class IntBuffer:
         self.values = values
 
 
-class SequenceWindow:
-    """The window pages of a running sequence, where layers with a window have pages of their own.
-
-    - `pages`: by number of the page in the sequence, up to its `num_pages`. Those before `first_window_page` are not
-      the sequence's any more. The others are the tree's, kept by a pin on `pinned`, or its own.
-    - `targets`: positions at which others are to continue its prompt, and that it has not computed; ascending.
-    """
-
-    __slots__ = ("pages", "pinned", "targets")
-
-    def __init__(self, targets: list[int]) -> None:
-        self.pages = IntBuffer([])
-        self.pinned: PagedNode | None = None
-        self.targets = targets
-
-
 class Sequence:
     """The state of one request, owned and changed by the scheduler alone.
 
@@ -95,14 +78,12 @@ class Sequence:
     inserts = TableColumn()
 
     __slots__ = (
-        "_pages",
         "_token_ids",
         "arrival",
         "arrived_s",
         "blocked_step",
         "cache_salt",
         "cached_tokens",
-        "checkpoints",
         "ends_at_limit",
         "estimated_at_step",
         "gave_way",
@@ -112,6 +93,7 @@ class Sequence:
         "length",
         "new_token_ids",
         "node",
+        "pinned",
         "pool",
         "prediction_ids",
         "priority",
@@ -123,7 +105,8 @@ class Sequence:
         "started_s",
         "stop_ids",
         "table",
-        "window",
+        "tables",
+        "targets",
     )
 
     def __init__(
@@ -180,10 +163,11 @@ class Sequence:
         self.new_token_ids: list[int] = []  # the newest known tokens, which `token_ids` moves to the array
         self.last_token = int(self._token_ids.values[-1])
 
-        self._pages = IntBuffer([])
+        # By group with pages: the first `num_pages` entries are its pages, of which it may have given some back.
+        self.tables = [IntBuffer([])]
         self.node: PagedNode | None = None
-        self.checkpoints: SequenceCheckpoints | None = None  # of a running sequence with recurrent states
-        self.window: SequenceWindow | None = None  # of a running sequence with pages of windows
+        self.pinned: PagedNode | None = None  # whose resume point it keeps, as long as it reads a part of it
+        self.targets: list[int] = []  # positions at which others are to continue its prompt, not reached yet; ascending
         self.estimated_at_step = -1
 
         self.cached_tokens = 0  # cached part of the prompt when it first ran
@@ -273,24 +257,11 @@ class Sequence:
         return int(differs.argmax()) if differs.any() else length
 
     def pages(self, start: int, end: int) -> np.ndarray:
-        """Pages number `start` to `end - 1` of the sequence, at most its `num_pages`, int32. A view."""
-        return self._pages.values[start:end]
+        """Pages number `start` to `end - 1` of the sequence in the first group, at most its `num_pages`, int32. A
+        view."""
+        return self.tables[0].values[start:end]
 
     @property
     def own_pages(self) -> np.ndarray:
         """The pages that do not belong to the tree, int32. A view."""
         return self.pages(self.num_shared, self.num_pages)
-
-    def add_pages(self, pages: np.ndarray) -> None:
-        """Appends pages, integer [n]."""
-        num_pages = self.num_pages
-        self._pages.write(num_pages, pages)
-        self.num_pages = num_pages + len(pages)
-
-    def write_page(self, index: int, page: int) -> None:
-        """Sets page number `index`, which the caller counts in `num_pages`."""
-        self._pages.write_one(index, page)
-
-    def clear_pages(self) -> None:
-        """Removes all pages from the sequence. The pool and the tree are not told."""
-        self.num_pages = self.num_sent_pages = 0

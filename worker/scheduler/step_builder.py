@@ -6,12 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.budget import Budget
+from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.scheduled_step import ScheduledStep
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
-from worker.scheduler.state_checkpoints import CheckpointedKVCache
-from worker.scheduler.window_pages import WindowedKVCache
-from worker.step import HIDDEN_ROWS, NO_WINDOW_PAGES, PENDING, PROMPT_LOGIT_ROWS, Plan
+from worker.step import HIDDEN_ROWS, PENDING, PROMPT_LOGIT_ROWS, Plan
 
 MOST_COMPARED = 4  # sequences that compute a prompt, with each of which a waiting one is compared whole
 _NO_ROWS = np.empty(0, dtype=np.int64)
@@ -39,19 +38,10 @@ class _Others(NamedTuple):
 class StepBuilder:
     """Collects the sequences of a step and the sizes of their chunks. Sequences are not changed before `build`."""
 
-    def __init__(
-        self,
-        budget: Budget,
-        page_size: int,
-        table: SequenceTable[Sequence],
-        checkpoints: CheckpointedKVCache | None = None,
-        windows: WindowedKVCache | None = None,
-    ) -> None:
-        """`checkpoints`: plans the checkpoints of recurrent states; None for a model without any. `windows`: has the
-        window pages of a model with any."""
+    def __init__(self, budget: Budget, kv_cache: KVCacheManager, table: SequenceTable[Sequence]) -> None:
         self.budget = budget
-        self._checkpoints, self._windows = checkpoints, windows
-        self._page_size = page_size
+        self._kv_cache = kv_cache
+        self._page_size = kv_cache.page_size
         self._table = table
         self.has_preempted = False  # whether a sequence was preempted while the step is built
         self._prompt_rows_left = PROMPT_LOGIT_ROWS
@@ -61,7 +51,7 @@ class StepBuilder:
         self._drafts: dict[Sequence, list[int]] = {}
         # Sequences whose prompts are being computed, by their next page: its first position, then its tokens as bytes.
         self._prefilling: dict[int, dict[bytes, list[Sequence]]] = {}
-        # With recurrent states: the same sequences by their first page.
+        # Where resume points are planned: the same sequences by their first page.
         self._by_first_page: dict[bytes, list[Sequence]] = {}
 
     def __bool__(self) -> bool:
@@ -123,7 +113,7 @@ class StepBuilder:
         if (found := self._next_page(seq)) is not None:
             start, page = found
             self._prefilling.setdefault(start, {}).setdefault(page, []).append(seq)
-        if self._checkpoints is not None:
+        if self._kv_cache.plans_points:
             self._by_first_page.setdefault(self._first_page(seq), []).append(seq)
 
     def preempt(self, seq: Sequence) -> None:
@@ -151,8 +141,8 @@ class StepBuilder:
         """Whether a sequence in this step, or in one in flight, computes the page that the waiting `seq` would compute
         first. The tree has this page when that step has ended, so waiting costs less than computing it twice.
 
-        With recurrent states, the tree has it up to the next checkpoint. A sequence that computes much that `seq` needs
-        too gets a checkpoint where they part."""
+        Where resume points are planned, the tree has it up to the next of them. A sequence that computes much that
+        `seq` needs too gets one where they part."""
         cached, reusable = seq.cached_estimate, seq.reusable_tokens
         for start, prefilling in self._prefilling.items():
             end = start + self._page_size
@@ -160,13 +150,12 @@ class StepBuilder:
                 alike = prefilling.get(seq.token_ids(start, end).tobytes(), ())
                 computing = next((other for other in alike if seq.shares_prefix(other, start)), None)
                 if computing is not None:
-                    if self._windows is not None:
-                        self._windows.continue_where_parts(computing, seq)
+                    self._kv_cache.continue_where_parts(computing, seq)
                     return True
-        if self._checkpoints is None or not self._by_first_page:
+        if not self._by_first_page:
             return False
         begun_alike = self._by_first_page.get(self._first_page(seq), [])
-        return any(self._checkpoints.save_where_parts(other, seq) for other in begun_alike[:MOST_COMPARED])
+        return any(self._kv_cache.saves_where_parts(other, seq) for other in begun_alike[:MOST_COMPARED])
 
     def build(self, number: int, after: int | None = None) -> ScheduledStep:
         """Builds step `number`. Its tokens count as computed from now on. A sequence without remaining tokens gets one
@@ -189,18 +178,16 @@ class StepBuilder:
             others = self._others(starts, lengths, tokens)
             sampled, samples, num_logits, drafts, prompted, hidden = others
             token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(list(self._sizes))))
-        num_kept, num_pages, pages, window_pages = self._pages(rows)
+        num_kept, num_pages, pages = self._kv_cache.table_changes(rows)
         sequences = table.sequences_at(rows)
         table.num_computed[rows] = starts + lengths
         # With drafts: as many as there will be at most. `OutputQueue` corrects this.
         table.num_tokens[rows] = tokens + sampled
         table.num_pending[rows] = pending + sampled
         plan = Plan(number, table.slot[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
-        plan.window_pages = window_pages
         if hidden is not None:
             plan.hidden = hidden
-        if self._checkpoints is not None:
-            plan.checkpoints = self._checkpoints.plan_copies(sequences, starts, lengths, len(self._decodes))
+        plan.copies = self._kv_cache.plan_copies(sequences, starts, lengths, len(self._decodes))
         if np.count_nonzero(own := table.adapter[rows]):
             adapted = own.nonzero()[0].astype(np.int32)
             plan.adapters = np.stack((adapted, table.adapter_slot[rows[adapted]], own[adapted]), axis=1)
@@ -245,14 +232,9 @@ class StepBuilder:
 
     def _next_page(self, seq: Sequence) -> tuple[int, bytes] | None:
         """The page with which the tree is to get the next tokens of `seq`: its first position, and its known tokens as
-        int32 bytes. That is the first page that ended steps have not filled; with recurrent states, the one before the
-        next checkpoint, None if there is none."""
-        start = seq.num_confirmed // self._page_size * self._page_size
-        if self._checkpoints is not None:
-            if (position := self._checkpoints.next_checkpoint(seq)) is None:
-                return None
-            start = position - self._page_size
-        return start, seq.token_ids(start, start + self._page_size).tobytes()
+        int32 bytes. None if there is none."""
+        start = self._kv_cache.next_page(seq)
+        return None if start is None else (start, seq.token_ids(start, start + self._page_size).tobytes())
 
     def _first_page(self, seq: Sequence) -> bytes:
         """The first page of tokens, as int32 bytes."""
@@ -272,21 +254,3 @@ class StepBuilder:
                 known = np.concatenate((known, np.array(self._drafts[seq], dtype=np.int32)))
             chunks.append(known)
         return chunks
-
-    def _pages(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Changes of the page tables since the ranks were last told, all int32.
-
-        Returns, per sequence, the number of pages that the ranks keep and the number of pages that follow these; the
-        following pages of all sequences, concatenated; and the window pages of the same numbers, if there are any.
-        """
-        table = self._table
-        kept, held = table.num_sent_pages[rows], table.num_pages[rows]
-        changed = (kept != held).nonzero()[0]
-        if not len(changed):
-            return kept, kept - held, NO_WINDOW_PAGES, NO_WINDOW_PAGES
-        sequences = table.sequences_at(rows[changed])
-        changes = list(zip(sequences, kept[changed].tolist(), held[changed].tolist(), strict=True))
-        pages = np.concatenate([seq.pages(first, last) for seq, first, last in changes])
-        windows = [seq.window.pages.values[first:last] for seq, first, last in changes if seq.window is not None]
-        table.num_sent_pages[rows] = held
-        return kept, held - kept, pages, np.concatenate(windows) if windows else NO_WINDOW_PAGES

@@ -2,9 +2,8 @@
 
 import logging
 import queue
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 from worker.errors import one_line
 from worker.messages import Failure, Grammar
@@ -40,9 +39,10 @@ class GrammarQueue:
         self._compiling[request_id] = future, grammar
         future.add_done_callback(lambda done: self._wake(request_id, done))
 
-    def wait(self, others: Iterable[Future[Any]] = ()) -> None:
-        """Waits until a compilation has ended or failed, or one of `others`."""
-        wait([*(future for future, _ in self._compiling.values()), *others], return_when=FIRST_COMPLETED)
+    @property
+    def futures(self) -> list[Future[CompiledGrammar]]:
+        """Compilations that `poll` has not told of."""
+        return [future for future, _ in self._compiling.values()]
 
     def poll(self) -> Iterator[tuple[str, Failure | None]]:
         """(request, None or failure) for each compilation that has ended since the last call. None: the grammar is

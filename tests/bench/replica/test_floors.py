@@ -11,7 +11,7 @@ from bench.replica import dummy_models, floors
 from bench.replica.offline_workloads import JOBS, bs1, mini
 from bench.targets import TARGETS
 from pipeline.roofline import DEVICES
-from worker.executor import state_cache
+from worker.executor.kv_cache import row_bytes
 
 WITH_FLOORS = ("llama-8b", "gpt-oss-20b", "gemma3-12b", "qwen3-30b-a3b", "qwen3-next-cut")
 
@@ -41,7 +41,7 @@ def test_only_what_a_step_needs_is_read() -> None:
 def test_recurrent_states_are_read_and_written() -> None:
     """By each of further sequences, when all experts are read anyway."""
     floor = floors.of_shape("qwen3-next-cut")
-    row = state_cache.row_bytes(floor.config, torch.bfloat16)
+    row = row_bytes(floor.config, torch.bfloat16)
     more_s = floor._step_s(np.ones(1024)) - floor._step_s(np.ones(768))
     assert more_s >= 256 * 2 * row / floor.device.bytes_per_s > 0.003
 

@@ -76,7 +76,7 @@ def test_usage_and_resumption(engine) -> None:
     heads, accepted = [list[int]()], 0
     while len(first.scheduler):
         if not first.has_work:
-            first._grammar_queue.wait()
+            first.readiness.wait()
         for output in first.step():
             heads.append([*heads[-1], *output.token_ids])
             accepted += output.num_accepted
@@ -87,7 +87,7 @@ def test_usage_and_resumption(engine) -> None:
         second.add(Generate(request_id=str(i), prompt_ids=PROMPTS[0], output_ids=list(head), sampling=EACH[0]))
     while len(second.scheduler):
         if not second.has_work:
-            second._grammar_queue.wait()
+            second.readiness.wait()
         for output in second.step():
             heads[int(output.request_id)] += output.token_ids
     assert all(head == plain for head in heads)

@@ -24,9 +24,8 @@ from worker.drafts.drafter import Proposal
 from worker.drafts.model import ModelDrafter
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components, Engine, Finished, load_components
-from worker.executor.draft_memory import DraftBytes
 from worker.executor.draft_model import DraftModel
-from worker.executor.kv_cache import token_bytes
+from worker.executor.kv_cache import DraftBytes, token_bytes
 from worker.messages import Generate, Output
 from worker.models.draft_vocabulary import check_draft_model
 from worker.step import PENDING, Plan
@@ -301,7 +300,7 @@ def test_resumed_and_aborted(engine, plain: list[Finished]) -> None:
 
     while not one.load().drafted:
         if not one.has_work:
-            one._grammar_queue.wait()
+            one.readiness.wait()
         hear(one.step())
     one.abort([str(i) for i in range(0, len(PROMPTS), 2)])
     hear(outputs(one))

@@ -167,4 +167,4 @@ def test_a_request_goes_before_its_adapter_is_there(case: Case) -> None:
         engine.add(Generate(request_id="a", prompt_ids=[5, 6], sampling=GREEDY, adapter=case.adapters[1]))
         engine.abort(["a"])
         assert engine.generate(case.batch[:1], GREEDY)[0].token_ids == case.wanted[0]
-        assert len(engine._adapter_queue) == 0
+        assert len(engine.readiness) == 0

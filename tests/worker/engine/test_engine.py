@@ -47,7 +47,7 @@ def make(fake_parts, request):
         engine.abort(list(engine.scheduler._sequences))
         engine.check_integrity()
         assert not parts.sampler.slots, "a slot is left in the sampler"
-        assert not len(engine._grammar_queue)
+        assert not len(engine.readiness)
         engine.reset_cache()
         assert engine.tree.pool.num_free == parts.executor.num_pages
         engine.close()

@@ -200,7 +200,7 @@ def test_whoever_is_not_hit_says_what_he_says_alone(
         if crowded:
             patch.setattr("worker.scheduler.kv_demand.peak_pages", pages_now)
         found, gone = drive(tried, requests, rng, aborts=0.04)
-    assert len(tried.scheduler) == len(tried._grammar_queue) == 0
+    assert len(tried.scheduler) == len(tried.readiness) == 0
     assert not any(tried.sampler._states), "a slot is left in the sampler"
     tried.reset_cache()
     assert tried.tree.pool.num_free == num_pages

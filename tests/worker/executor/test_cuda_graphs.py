@@ -21,8 +21,8 @@ from tests.worker.conftest import make_tiny, without_grammars
 from tests.worker.engines import clock
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine
-from worker.executor import window_cache
 from worker.executor.cuda_graphs import CudaGraphRunner, GraphKind, Progress
+from worker.executor.kv_pools import build_attention
 from worker.executor.model_runner import ModelRunner
 from worker.executor.multi_rank import Follower, MultiRankExecutor
 from worker.executor.piecewise_graphs import PiecewiseGraphs
@@ -91,7 +91,7 @@ def uncaptured(runner: ModelRunner, config: WorkerConfig) -> Ran:
     from tests.interpreter import hasten
 
     hasten()
-    pools, max_pages = iter(runner._attention.pools), MAX_RUNNING * runner._tables.rows.shape[1]
+    pools, max_pages = iter(runner._attention.pools), MAX_RUNNING * runner._tables.rows.shape[2]
 
     def make(shape: AttentionShape, *_: object) -> TritonAttention:
         layers, _, pages, *rest = next(pools).kv.shape
@@ -99,7 +99,7 @@ def uncaptured(runner: ModelRunner, config: WorkerConfig) -> Ran:
         return TritonAttention(kv, shape, MAX_RUNNING, max_pages, max(MAX_RUNNING, config.token_budget))
 
     shape = runner.model_config.attention_shape
-    runner._attention = make(shape) if runner.window is None else window_cache.build(shape, None, make)
+    runner._attention = build_attention(shape, runner.layout, None, make)
     logits = torch.empty(MAX_RUNNING, runner.vocab_size if runner.stage.is_last else 0)
     shared = runner.decoder, runner._attention, runner.last_tokens, logits
     if (states := runner._states) is not None:
@@ -107,7 +107,7 @@ def uncaptured(runner: ModelRunner, config: WorkerConfig) -> Ran:
 
         runner._states = TritonStates(states.recurrent.fill_(float("nan")), states.inputs, states.shape)
     runner._graphs = Uncaptured(*shared, config.token_budget, runner._begin, runner._states)
-    runner._graphs.capture(runner._tables.rows)
+    runner._graphs.capture(runner._tables.rows[0])
     return noted(runner._graphs)
 
 
@@ -170,7 +170,7 @@ def test_same_as_transformers(name: str, two_layers: Callable[[str], Path], trit
     """Layers with a window have pages of their own."""
     folder = two_layers(name)
     engine, ran = triton_engine(folder, window_kv_tokens=128)
-    assert engine.executor.window is not None
+    assert [group.kind for group in engine.executor.layout.groups] == ["full", "window"]
     shared, *own = prompts(21, 3, 9, 1, 14)
     # The second time all have the first one's pages.
     check(folder, engine, [shared + tokens for tokens in own], times=2)

@@ -68,7 +68,7 @@ def test_who_gives_way_gives_back_its_rows_of_the_step(drive, monkeypatch, asked
     for name in "ab":
         d.add(name, prompt(20, seed=ord(name)), sampling=SamplingParams(max_tokens=1, **asked))
     d.step()
-    (first, *_), builder = d.scheduler.running, StepBuilder(Budget(64), 4, d.scheduler._table)
+    (first, *_), builder = d.scheduler.running, StepBuilder(Budget(64), d.scheduler.kv_cache, d.scheduler._table)
     whole = builder.limit(first)
     builder.add(first, 6)
     assert builder.limit(first) == whole - 6
@@ -82,7 +82,7 @@ def test_a_draft_that_gives_way_gives_back_its_rows_of_the_step(drive):
     d = drive()
     d.add("a", prompt(4), max_tokens=9)
     d.step()
-    (seq,), builder = d.scheduler.running, StepBuilder(Budget(1000), 4, d.scheduler._table)
+    (seq,), builder = d.scheduler.running, StepBuilder(Budget(1000), d.scheduler.kv_cache, d.scheduler._table)
     whole = builder.draft_room
     builder.budget.take_decodes(d.scheduler._table.num_computed[[seq.row]])
     builder.add_decodes(np.array([seq.row]))

@@ -179,7 +179,7 @@ def test_different_prompts_do_not_wait_for_each_other(drive):
 
 def test_same_prompts_start_at_once_where_no_prefix_is_reused(drive):
     """As those of a model with recurrent states: nobody waits for pages that the tree will not have."""
-    d = drive(reuses_prefixes=False, token_budget=64)
+    d = drive(num_checkpoints=0, token_budget=64)
     for i in range(3):
         d.add(str(i), [*prompt(12), i], max_tokens=2)
     assert len(d.step()) == 3
@@ -348,7 +348,7 @@ def test_random_traffic(drive, seed, request):
     num_pages=st.integers(2, 12),
     page_size=st.integers(1, 5),
     budget=st.integers(1, 12),
-    checkpoints=st.sampled_from([0, 0, 1, 3, 20]),
+    checkpoints=st.sampled_from([None, None, 0, 1, 3, 20]),
     interval=st.integers(1, 12),
     requests=st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 12), st.integers(-1, 1)), min_size=1, max_size=8
@@ -357,7 +357,7 @@ def test_random_traffic(drive, seed, request):
 def test_every_request_ends_and_is_right(
     fake_executor, overlap, schedule, num_pages, page_size, budget, checkpoints, interval, requests
 ):
-    """Without recurrent states, and with them and rows for few or many checkpoints."""
+    """Without recurrent states, and with them and rows for no, few or many checkpoints."""
     executor = fake_executor(num_pages=num_pages, page_size=page_size, num_checkpoints=checkpoints)
     settings = {"schedule": schedule, "token_budget": budget, "max_running": 4, "checkpoint_interval": interval}
     d = Driver(executor, overlap=overlap, **settings)

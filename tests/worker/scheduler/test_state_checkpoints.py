@@ -1,19 +1,18 @@
 """Sequences with recurrent states: where they save them, and what goes on from there. The fake executor refuses states
 of other tokens than those before a chunk."""
 
-import numpy as np
 import pytest
 
 from tests.worker.driver import Driver, prompt
 from worker.messages import SamplingParams
-from worker.step import Chunk, Plan
+from worker.step import Plan
 
 
 def saved(plans: list[Plan]) -> list[int]:
     """Positions at which states were saved, in the order of the plans."""
     found = []
     for plan in plans:
-        found += [at for chunk, at, _ in plan.checkpoints.tolist() if at > plan.starts[chunk]]
+        found += [at for chunk, at, _ in plan.copies.tolist() if at > plan.starts[chunk]]
     return found
 
 
@@ -106,7 +105,7 @@ def test_a_preempted_sequence_goes_on_from_a_checkpoint(drive, crowded):
     assert d.scheduler.load().preemptions > 0
     for i in range(4):
         check(d, str(i), prompt(8, seed=i), 24)
-    read = [at for plan in plans for chunk, at, _ in plan.checkpoints.tolist() if at == plan.starts[chunk]]
+    read = [at for plan in plans for chunk, at, _ in plan.copies.tolist() if at == plan.starts[chunk]]
     assert max(read) >= 8, "tokens of outputs were not computed again"
 
 
@@ -133,16 +132,5 @@ def test_rows_of_a_sequence_that_fails_or_is_aborted_come_back(drive):
         d.land()
         d.scheduler.check_integrity()
     d.run()
-    assert d.tree.rows.num_free + len(d.tree.checkpoints) == 3
-
-
-def test_a_plan_passes_its_checkpoints_on():
-    chunks = [Chunk(0, 0, [1, 2], 0, [5], 1), Chunk(1, 4, [3], 1, [], 1, 1), Chunk(2, 0, [4, 5], 0, [6], 0)]
-    plan = Plan.from_chunks(3, chunks)
-    plan.checkpoints = np.array([(0, 2, 7), (1, 4, 0), (2, 1, 3)], dtype=np.int32)
-    told = Plan.decode(plan.encode())
-    assert told.checkpoints.tolist() == plan.checkpoints.tolist() and told.hidden.tolist() == [[1, 1]]
-    assert told.chunks == chunks
-    left = plan.only(np.array([False, True, True]))
-    assert left.checkpoints.tolist() == [[0, 4, 0], [1, 1, 3]] and left.hidden.tolist() == [[0, 1]]
-    assert plan.checkpoints.tolist() == [[0, 2, 7], [1, 4, 0], [2, 1, 3]]
+    (states,) = d.tree.components
+    assert states.pool.num_free + len(states.parts) == 3

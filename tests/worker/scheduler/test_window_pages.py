@@ -3,19 +3,17 @@ refuses a window of other tokens than those before a chunk."""
 
 import random
 
-import numpy as np
 import pytest
 
 from tests.worker.driver import Driver, prompt
-from worker.executor.executor import WindowPages
+from tests.worker.fakes import Window
 from worker.messages import SamplingParams
-from worker.step import Chunk, Plan
 
 WINDOW = 10  # tokens; pages have 4
 
 
 def driven(drive, window_pages: int = 40, **config) -> Driver:
-    settings = {"token_budget": 64, "num_pages": 100, "window": WindowPages(window_pages, WINDOW)}
+    settings = {"token_budget": 64, "num_pages": 100, "window": Window(window_pages, WINDOW)}
     return drive(**settings | config)
 
 
@@ -103,9 +101,7 @@ def test_a_preempted_sequence_goes_on_from_its_window(drive, crowded):
 
 
 def test_sequences_are_preempted_when_windows_run_out(drive, monkeypatch):
-    monkeypatch.setattr(
-        "worker.scheduler.window_pages.WindowedKVCache.has_windows_for", lambda kv_cache, seq, running: True
-    )
+    monkeypatch.setattr("worker.scheduler.window_pages.WindowPages.has_room_for", lambda group, seq, running: True)
     d = driven(drive, window_pages=12)
     for i in range(6):
         d.add(str(i), prompt(8, seed=i), max_tokens=30)
@@ -137,11 +133,12 @@ def test_window_pages_of_a_sequence_that_ends_early_come_back(drive, end):
         d.land()
         d.scheduler.check_integrity()
         d.run()
-    assert d.tree.window_pool.num_free + d.tree.num_window_pages == 40
+    (windows,) = d.tree.components
+    assert windows.pool.num_free + windows.num_cached == 40
 
 
 def test_nothing_is_held_of_a_chunk_that_has_ended(drive):
-    d = driven(drive, token_budget=16, window=WindowPages(40, 16, in_chunks=True))
+    d = driven(drive, token_budget=16, window=Window(40, 16, in_chunks=True))
     for name, tokens in (("a", prompt(33)), ("again", prompt(33)), ("later", [*prompt(33), *prompt(9, seed=1)])):
         d.add(name, tokens, max_tokens=20)
         d.run()
@@ -154,7 +151,7 @@ def test_nothing_is_held_of_a_chunk_that_has_ended(drive):
 def test_a_random_crowd(fake_executor, pp, in_chunks, crowded):
     """Shared prefixes, salts, priorities, aborts, few pages of both kinds."""
     rng = random.Random(pp)
-    window = WindowPages(18, 12 if in_chunks else WINDOW, in_chunks)
+    window = Window(18, 12 if in_chunks else WINDOW, in_chunks)
     fake = fake_executor(num_pages=40, page_size=4, window=window)
     d = Driver(fake, token_budget=24, pp=pp, checkpoint_interval=16)
     wanted = {}
@@ -176,12 +173,3 @@ def test_a_random_crowd(fake_executor, pp, in_chunks, crowded):
         check(d, name, tokens, max_tokens)
     load = d.scheduler.load()
     assert load.preemptions > 0 and load.cached_tokens > 0
-
-
-def test_a_plan_passes_its_window_pages_on():
-    chunks = [Chunk(0, 0, [1, 2], 0, [5], 1), Chunk(1, 4, [3], 1, [], 1, 1), Chunk(2, 0, [4, 5], 0, [6, 7], 0)]
-    plan = Plan.from_chunks(3, chunks)
-    plan.window_pages = np.array([2, 0, 3], dtype=np.int32)
-    told = Plan.decode(plan.encode())
-    assert told.window_pages.tolist() == [2, 0, 3] and told.chunks == chunks
-    assert told.only(np.array([False, True, True])).window_pages.tolist() == [0, 3]
