@@ -6,7 +6,7 @@ from kernels.attention.interface import LatentHeads
 from kernels.experts.choice import Routing
 from kernels.ops.rotary import yarn_temperature
 from worker.models.dense_families import scaled_residuals, temperature
-from worker.models.expert_families import sigmoid_experts, sparse_layers
+from worker.models.family_experts import sigmoid_experts, sparse_layers
 from worker.models.experts import ExpertsConfig
 from worker.models.family_rules import HfConfig, RopeRules, expert_count, prediction_layers
 

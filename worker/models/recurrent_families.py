@@ -7,7 +7,7 @@ from typing import Any
 from kernels.experts.choice import Routing
 from kernels.recurrent.shape import StateShape
 from worker.models.dense_families import granite, llama
-from worker.models.expert_families import granite_moe, qwen_experts, sigmoid_experts
+from worker.models.family_experts import granite_moe, qwen_experts, sigmoid_experts
 from worker.models.experts import ExpertsConfig
 from worker.models.family_rules import HfConfig, RopeRules, expert_count, refuse_other_than
 from worker.models.gated_delta_net import DeltaNetConfig

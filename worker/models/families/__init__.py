@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from worker.models import dense_families as dense
-from worker.models import expert_families as experts
+from worker.models import family_experts as experts
 from worker.models import latent_families as latent
 from worker.models import recurrent_families as recurrent
 from worker.models.family_rules import HfConfig
