@@ -16,8 +16,9 @@ from kernels.ops.rotary import Rope
 from worker.folders import cache_folder
 from worker.models.end_tokens import eos_token_ids as eos_token_ids
 from worker.models.experts import ExpertsConfig
-from worker.models.families import ARCHITECTURES
-from worker.models.family_rules import HfConfig, RopeRules
+from worker.models.families import family_of
+from worker.models.family import HfConfig
+from worker.models.family_rules import RopeRules
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
 from worker.models.output_gate import OutputGate
@@ -382,14 +383,13 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         hf = SimpleNamespace(**{_GPT2_FIELDS.get(name, name): value for name, value in vars(hf).items()})
     if not hasattr(hf, "num_hidden_layers") and hasattr(hf, "layers_block_type"):  # where the number follows from it
         hf = SimpleNamespace(**vars(hf), num_hidden_layers=len(hf.layers_block_type))
-    if hf.model_type not in ARCHITECTURES:
-        raise ValueError(f"model type {hf.model_type!r} is not supported; these are: {', '.join(ARCHITECTURES)}")
+    family = family_of(hf.model_type)
     if getattr(hf, "use_bidirectional_attention", False) not in (None, False, "vision"):  # text is causal with "vision"
         raise ValueError("models with bidirectional attention are not supported")
     quantization(hf.model_type, quantization_config(hf))  # raises for a format that is not understood
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     layer_types = _layer_types(hf)
-    own = ARCHITECTURES[hf.model_type](hf)
+    own = family.config(hf)
     rules = own.pop("rope_rules", RopeRules())
     sizes: tuple[LayerSizes, ...] | None = own.get("own_sizes")
     common: dict[str, Any] = {

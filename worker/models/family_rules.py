@@ -1,12 +1,10 @@
-"""Parts that the rows of `worker.models.families` share: the configuration that they read, rules of rotation, fields of
-several names, and refusals."""
+"""Parts that families share: rules of rotation, factors of residuals, and refusals."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-HfConfig = Any
-"""A Hugging Face configuration: a `transformers.PretrainedConfig`, or its values as `read_config` keeps them."""
+from worker.models.family import Differences, HfConfig
 
 
 @dataclass(frozen=True)
@@ -29,15 +27,6 @@ class RopeRules:
     head_dim: int | None = None
 
 
-def expert_count(hf: HfConfig) -> int:
-    """Number of experts of a layer. Raises ValueError if the configuration has none."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    count = next((value for name in names if (value := getattr(hf, name, None))), None)
-    if count is None:
-        raise ValueError(f"the configuration of the {hf.model_type} model says no number of experts")
-    return int(count)
-
-
 def refuse_other_than(hf: HfConfig, **computed: Any) -> None:
     """Raises ValueError if one of these fields, some of which `transformers` does not read, says something else than
     what is computed. A field that is missing or None says nothing."""
@@ -46,6 +35,12 @@ def refuse_other_than(hf: HfConfig, **computed: Any) -> None:
             raise ValueError(f"{hf.model_type} models with {name} {said!r} are not supported")
 
 
-def prediction_layers(hf: HfConfig) -> int:
-    """Number of layers for the prediction of several tokens, which a checkpoint has after the others."""
-    return int(getattr(hf, "num_nextn_predict_layers", 0) or getattr(hf, "num_mtp_layers", 0))
+def scaled_residuals(hf: HfConfig, embedding: float, residual: float) -> Differences:
+    """Embeddings are multiplied by one number, and sublayers' outputs by another as they are added. The decoder keeps
+    the hidden states divided by the latter, which norms undo: their epsilon is divided by its square."""
+    return {"norm_eps": hf.rms_norm_eps / residual**2, "embedding_scale": embedding / residual}
+
+
+def rotated_windows(hf: HfConfig) -> RopeRules:
+    """Layers with a window rotate, and those without do not."""
+    return RopeRules(layers={index: kind == "sliding_attention" for index, kind in enumerate(hf.layer_types)})

@@ -1,17 +1,15 @@
-"""Rows of `worker.models.families`: models with multi-head latent attention, with experts and without."""
-
-from typing import Any
+"""DeepSeek-V2 and V3, and latent attention as other families have it too."""
 
 from kernels.attention.interface import LatentHeads
 from kernels.experts.choice import Routing
 from kernels.ops.rotary import yarn_temperature
-from worker.models.dense_families import scaled_residuals, temperature
-from worker.models.family_experts import sigmoid_experts, sparse_layers
 from worker.models.experts import ExpertsConfig
-from worker.models.family_rules import HfConfig, RopeRules, expert_count, prediction_layers
+from worker.models.family import Differences, Family, HfConfig
+from worker.models.family_experts import expert_count, prediction_layers, sigmoid_experts
+from worker.models.family_rules import RopeRules
 
 
-def latent(hf: HfConfig) -> dict[str, Any]:
+def latent(hf: HfConfig) -> Differences:
     """Multi-head latent attention. YaRN multiplies scores by the square of a temperature, which is not that of the
     rotation (`Rope.amplitude`)."""
     if hf.attention_bias:
@@ -32,13 +30,7 @@ def latent(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def minicpm3(hf: HfConfig) -> dict[str, Any]:
-    own = latent(hf) | scaled_residuals(hf, hf.scale_emb, hf.scale_depth / hf.num_hidden_layers**0.5)
-    rules = RopeRules(head_dim=hf.qk_rope_head_dim)
-    return own | {"mlp_bias": hf.mlp_bias, "logit_scale": hf.dim_model_base / hf.hidden_size, "rope_rules": rules}
-
-
-def deepseek_v2(hf: HfConfig) -> dict[str, Any]:
+def deepseek_v2(hf: HfConfig) -> Differences:
     if hf.norm_topk_prob:
         raise ValueError("deepseek_v2 models with norm_topk_prob are not supported")
     is_grouped = {"greedy": False, "group_limited_greedy": True}.get(hf.topk_method)
@@ -59,27 +51,8 @@ def deepseek_v2(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def deepseek_v3(hf: HfConfig) -> dict[str, Any]:
+def deepseek_v3(hf: HfConfig) -> Differences:
     return latent(hf) | {"experts": sigmoid_experts(hf), "extra_layers": prediction_layers(hf)}
 
 
-def glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
-    experts = sigmoid_experts(hf, sparse_layers(hf))
-    return latent(hf) | {"experts": experts, "extra_layers": prediction_layers(hf)}
-
-
-def mistral4(hf: HfConfig) -> dict[str, Any]:
-    routing = Routing(
-        hf.num_experts_per_tok,
-        is_normalised=hf.norm_topk_prob,
-        scale=hf.routed_scaling_factor,
-        groups=hf.n_group or 1,
-        groups_kept=hf.topk_group or 1,
-        added_to_sum=1e-20,
-    )
-    layers = tuple(index >= (hf.first_k_dense_replace or 0) for index in range(hf.num_hidden_layers))
-    shared_size = hf.moe_intermediate_size * hf.n_shared_experts
-    return latent(hf) | {
-        "query_temperature": temperature(hf),
-        "experts": ExpertsConfig(expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size),
-    }
+FAMILIES = {"deepseek_v2": Family(deepseek_v2), "deepseek_v3": Family(deepseek_v3)}

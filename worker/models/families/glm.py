@@ -1,0 +1,47 @@
+"""GLM-4, with experts and with latent attention too, and the text part of GLM-4V."""
+
+from worker.models.families.deepseek import latent
+from worker.models.family import Differences, Family, HfConfig
+from worker.models.family_experts import prediction_layers, sigmoid_experts, sparse_layers
+from worker.models.family_rules import RopeRules
+
+
+def glm(hf: HfConfig) -> Differences:
+    return {"qkv_bias": hf.attention_bias, "rope_rules": RopeRules(is_partial=True, is_interleaved=True)}
+
+
+def glm4(hf: HfConfig) -> Differences:
+    return glm(hf) | {"sandwich_norms": True}
+
+
+def glm4v(hf: HfConfig) -> Differences:
+    return {
+        "qkv_bias": True,
+        "sandwich_norms": True,
+        "rope_rules": RopeRules(is_partial=True, is_interleaved=True),
+    }
+
+
+def glm4_moe(hf: HfConfig) -> Differences:
+    return {
+        "qkv_bias": hf.attention_bias,
+        "qk_norm": "head" if getattr(hf, "use_qk_norm", False) else None,
+        "rope_rules": RopeRules(is_partial=True),
+        "experts": sigmoid_experts(hf),
+        "extra_layers": prediction_layers(hf),
+    }
+
+
+def glm4_moe_lite(hf: HfConfig) -> Differences:
+    experts = sigmoid_experts(hf, sparse_layers(hf))
+    return latent(hf) | {"experts": experts, "extra_layers": prediction_layers(hf)}
+
+
+FAMILIES = {
+    "glm": Family(glm),
+    "glm4": Family(glm4),
+    "glm4v_text": Family(glm4v),
+    "glm4_moe": Family(glm4_moe),
+    "glm4v_moe_text": Family(glm4_moe),
+    "glm4_moe_lite": Family(glm4_moe_lite),
+}

@@ -1,0 +1,58 @@
+"""Mistral, Mixtral, and Mistral Small 4 with latent attention."""
+
+from kernels.experts.choice import Routing
+from worker.models.experts import ExpertsConfig
+from worker.models.families.deepseek import latent
+from worker.models.family import Differences, Family, HfConfig
+from worker.models.family_experts import expert_count
+from worker.models.query_temperature import QueryTemperature
+
+
+def mistral(hf: HfConfig) -> Differences:
+    return {"windows": (hf.sliding_window,) * hf.num_hidden_layers}
+
+
+def ministral3(hf: HfConfig) -> Differences:
+    return mistral(hf) | {"query_temperature": temperature(hf)}
+
+
+def mixtral(hf: HfConfig) -> Differences:
+    return mistral(hf) | {
+        "experts": ExpertsConfig(
+            expert_count(hf),
+            hf.intermediate_size,
+            Routing(hf.num_experts_per_tok),
+            (True,) * hf.num_hidden_layers,
+        )
+    }
+
+
+def mistral4(hf: HfConfig) -> Differences:
+    routing = Routing(
+        hf.num_experts_per_tok,
+        is_normalised=hf.norm_topk_prob,
+        scale=hf.routed_scaling_factor,
+        groups=hf.n_group or 1,
+        groups_kept=hf.topk_group or 1,
+        added_to_sum=1e-20,
+    )
+    layers = tuple(index >= (hf.first_k_dense_replace or 0) for index in range(hf.num_hidden_layers))
+    shared_size = hf.moe_intermediate_size * hf.n_shared_experts
+    return latent(hf) | {
+        "query_temperature": temperature(hf),
+        "experts": ExpertsConfig(expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size),
+    }
+
+
+def temperature(hf: HfConfig) -> QueryTemperature | None:
+    rope = hf.rope_parameters
+    factor = rope.get("llama_4_scaling_beta")
+    return QueryTemperature(rope["original_max_position_embeddings"], factor) if factor else None
+
+
+FAMILIES = {
+    "mistral": Family(mistral),
+    "ministral3": Family(ministral3),
+    "mixtral": Family(mixtral),
+    "mistral4": Family(mistral4),
+}

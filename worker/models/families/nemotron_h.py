@@ -1,0 +1,40 @@
+"""Nemotron-H and Nemotron 3: each layer has one sublayer."""
+
+from dataclasses import replace
+
+from kernels.recurrent.shape import StateShape
+from worker.models.experts import ExpertsConfig
+from worker.models.families.bamba import mamba2_layers
+from worker.models.family import Differences, Family, HfConfig
+from worker.models.family_experts import sigmoid_experts
+from worker.models.family_rules import RopeRules
+
+
+def _nemotron_h_experts(hf: HfConfig) -> ExpertsConfig:
+    """Experts of Nemotron 3. The configuration says the size of the shared ones together."""
+    if hf.mlp_bias:
+        raise ValueError("nemotron_h models with experts and mlp_bias are not supported")
+    experts = sigmoid_experts(hf, tuple(kind == "moe" for kind in hf.layers_block_type))
+    return replace(experts, shared_size=hf.moe_shared_expert_intermediate_size, latent_size=hf.moe_latent_size)
+
+
+def nemotron_h(hf: HfConfig) -> Differences:
+    """Each layer has one sublayer: Mamba2, attention, an MLP or experts. Nothing rotates."""
+    for name in ("use_bias", "attention_bias", "sliding_window"):
+        if getattr(hf, name):
+            raise ValueError(f"nemotron_h models with {name} are not supported")
+    kinds = hf.layers_block_type
+    states = StateShape(hf.n_groups, hf.mamba_num_heads, hf.ssm_state_size, hf.mamba_head_dim, hf.conv_kernel)
+    eps, with_mamba2 = hf.layer_norm_epsilon, tuple(kind == "linear_attention" for kind in kinds)
+    return {
+        "norm_eps": eps,
+        "mlp_bias": hf.mlp_bias,
+        "gated_mlps": False,
+        "rope_rules": RopeRules(layers=dict.fromkeys(range(len(kinds)), False)),
+        "sublayers": tuple("mlp" if kind in ("mlp", "moe") else "attention" for kind in kinds),
+        "experts": _nemotron_h_experts(hf) if "moe" in kinds else None,
+        "recurrent": mamba2_layers(hf, with_mamba2, states, hf.mamba_hidden_act, eps, hf.use_conv_bias),
+    }
+
+
+FAMILIES = {"nemotron_h": Family(nemotron_h)}

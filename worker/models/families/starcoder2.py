@@ -1,0 +1,18 @@
+"""StarCoder2: MLPs without a gate, norms that subtract the mean, windows."""
+
+from worker.models.families.mistral import mistral
+from worker.models.family import Differences, Family, HfConfig
+
+
+def starcoder2(hf: HfConfig) -> Differences:
+    return mistral(hf) | {
+        "norm_eps": hf.norm_epsilon,
+        "qkv_bias": hf.use_bias,
+        "out_bias": hf.use_bias,
+        "mlp_bias": hf.use_bias,
+        "layer_norms": True,
+        "gated_mlps": False,
+    }
+
+
+FAMILIES = {"starcoder2": Family(starcoder2)}
