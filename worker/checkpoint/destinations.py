@@ -16,46 +16,11 @@ from worker.models.recurrent_layer import RecurrentConfig
 from worker.models.sharding import Shard
 from worker.models.short_convolution import ShortConvolutionConfig
 
-_FUSED_QKV = ("phi3", "gpt2")  # families with one tensor for queries, keys and values
-_FUSED_BY_HEAD = ("gpt_neox",)  # and with one in which those of each head follow each other
-# And with one for gates and ups.
-_FUSED_GATE_UP = ("phi3", "glm", "glm4", "glm4v_text", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
-_OWN_GATES = ("afmoe", "laguna", "lfm3")  # with gates of heads apart from the queries
-_MLPS = {"granitemoehybrid": "mlp.shared_experts"}  # names of MLPs of layers without experts
 _SANDWICH_NORMS = {
     "input_layernorm": "input_norm",
     "post_attention_layernorm": "attention_out_norm",
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_out_norm",
-}
-_GLM4_NORMS = {
-    "input_layernorm": "input_norm",
-    "post_self_attn_layernorm": "attention_out_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "post_mlp_layernorm": "mlp_out_norm",
-}
-_BAMBA_NORMS = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
-_LFM2_NORMS = {"operator_norm": "input_norm", "ffn_norm": "mlp_norm"}
-_NORMS = {  # of families that have other names
-    "glm4": _GLM4_NORMS,
-    "glm4v_text": _GLM4_NORMS,
-    "afmoe": {
-        "input_layernorm": "input_norm",
-        "post_attention_layernorm": "attention_out_norm",
-        "pre_mlp_layernorm": "mlp_norm",
-        "post_mlp_layernorm": "mlp_out_norm",
-    },
-    "hyperclovax": {
-        "input_layernorm": "input_norm",
-        "post_norm1": "attention_out_norm",
-        "post_attention_layernorm": "mlp_norm",
-        "post_norm2": "mlp_out_norm",
-    },
-    "bamba": _BAMBA_NORMS,
-    "falcon_h1": _BAMBA_NORMS,
-    "lfm2": _LFM2_NORMS,
-    "lfm2_moe": _LFM2_NORMS,
-    "lfm3": _LFM2_NORMS | {"post_operator_norm": "attention_out_norm", "post_ffn_norm": "mlp_out_norm"},
 }
 _NORMS_BESIDE_MLP = {
     "mlp.gate.scale": "router_norm",
@@ -119,8 +84,8 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
             layer |= _attention_destinations(part, index)
         experts = shard.config.experts_of(own)
         if experts is None:
-            name = _MLPS.get(shard.whole.model_type, "mlp")
-            layer |= _mlp_destinations(part, name, part.whole.intermediate_size, part.intermediate)
+            size = part.whole.intermediate_size
+            layer |= _mlp_destinations(part, shard.whole.family.mlp, size, part.intermediate)
         else:
             layer |= _expert_destinations(shard, stacked)
         for tensor, factors in shard.whole.weight_factors.items():
@@ -157,10 +122,10 @@ def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str,
     first_k = own.num_heads * size
     first_v = first_k + own.num_kv_heads * size
     destinations = _outward("self_attn.o_proj", "out", shard, q_rows, q)
-    if whole.model_type in (*_FUSED_QKV, *_FUSED_BY_HEAD):
+    if whole.family.fused_qkv is not None:
         k, v = (range(kv.start + rows, kv.stop + rows) for rows in (q_rows, q_rows + kv_rows))
         all_pieces = [TensorPiece(0, q, order), TensorPiece(first_k, k, order), TensorPiece(first_v, v)]
-        if whole.model_type in _FUSED_BY_HEAD:
+        if whole.family.fused_qkv == "by head":
             all_pieces = [
                 TensorPiece(piece.first + i * size, range(row, row + size), piece.order)
                 for i, head in enumerate(shard.heads)
@@ -172,7 +137,7 @@ def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str,
     else:
         queries: tuple[TensorPiece, ...] = (TensorPiece(0, q, order),)
         first_gate = first_v + own.num_kv_heads * size
-        has_gates_in_queries = whole.output_gate is not None and whole.model_type not in _OWN_GATES
+        has_gates_in_queries = whole.output_gate is not None and not whole.family.own_gates
         if has_gates_in_queries:  # the rows of each head's queries are followed by those of its gate
             parts = [(i * size, 2 * head * size) for i, head in enumerate(shard.heads)]
             queries = tuple(TensorPiece(to, range(row, row + size), order) for to, row in parts)
@@ -278,7 +243,7 @@ def _mlp_destinations(
         destinations[f"{name}.up_proj.bias"] = Destination(f"{gate_up}_bias", (rows,), 0, whole)
         return destinations
     ups = range(kept.start + rows, kept.stop + rows)
-    if shard.whole.model_type in _FUSED_GATE_UP:
+    if shard.whole.family.fused_gate_up:
         pieces = TensorPiece(0, kept), TensorPiece(own_rows, ups)
         destinations[f"{name}.gate_up_proj.weight"] = Destination(gate_up, (2 * rows, hidden), 0, pieces)
         return destinations
@@ -371,8 +336,8 @@ def _further_destinations(shard: Shard) -> dict[str, Destination]:
 def _norm_destinations(config: DecoderConfig, index: int) -> dict[str, Destination]:
     if config.sublayers is not None:
         names = {"norm": "input_norm" if config.has_attention(index) else "mlp_norm"}
-    elif config.model_type in _NORMS:
-        names = _NORMS[config.model_type]
+    elif config.family.norms is not None:
+        names = dict(config.family.norms)
     elif config.parallel == "one norm":
         names = {"input_layernorm": "input_norm"}
     elif not config.pre_norms:

@@ -96,7 +96,8 @@ def _matched(
         wanted = destinations(shard, stacked=True)
         in_mxfp4 = config.experts is not None and config.experts.in_mxfp4
         return wanted, list(random_tensors(wanted, config.gemma_norms, in_mxfp4, device, dtype))
-    found = [tensor._replace(name=full_name(tensor.name)) for tensor in model_tensors(model, config, device, dtype)]
+    stored = model_tensors(model, config, device, dtype)
+    found = [tensor._replace(name=full_name(tensor.name, config.family)) for tensor in stored]
     of_all = (".mlp.experts.gate_up_proj", ".mlp.experts.up_proj")
     wanted = destinations(shard, any(name in tensor.name for tensor in found for name in of_all))
     tensors = [

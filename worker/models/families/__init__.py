@@ -4,8 +4,10 @@ Owns all that Shoal knows of a family: `FAMILIES` of a module has a `Family` for
 themselves; docs/MODELS.md says how to add one. Read `llama.py` first, from which the others differ.
 """
 
+from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 from worker.models.family import Family
 
@@ -29,3 +31,11 @@ def family_of(model_type: str) -> Family:
     if model_type not in FAMILIES:
         raise ValueError(f"model type {model_type!r} is not supported; these are: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]
+
+
+def text_part(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The configuration of the text part of a model with images; None for one whose text part is not served by itself.
+    `values`: its config.json."""
+    text: dict[str, Any] = values.get("text_config") or {}
+    family = FAMILIES.get(text.get("model_type", ""))
+    return text if family is not None and values.get("model_type") in family.text_of else None

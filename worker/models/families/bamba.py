@@ -37,4 +37,6 @@ def bamba(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"bamba": Family(bamba)}
+NAMES = {"feed_forward": "mlp", "final_layernorm": "norm"}
+NORMS = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
+FAMILIES = {"bamba": Family(bamba, names=NAMES, norms=NORMS)}

@@ -62,4 +62,9 @@ def cohere2_moe(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"cohere": Family(cohere), "cohere2": Family(cohere2), "cohere2_moe": Family(cohere2_moe)}
+_VISIONS, _OF_IMAGES = ("aya_vision", "cohere2_vision"), ("vision_tower", "multi_modal_projector")
+FAMILIES = {
+    "cohere": Family(cohere, text_of=_VISIONS, ignored=_OF_IMAGES),
+    "cohere2": Family(cohere2, text_of=_VISIONS, ignored=_OF_IMAGES),
+    "cohere2_moe": Family(cohere2_moe, text_of=_VISIONS, ignored=_OF_IMAGES),
+}

@@ -55,4 +55,7 @@ def deepseek_v3(hf: HfConfig) -> Differences:
     return latent(hf) | {"experts": sigmoid_experts(hf), "extra_layers": prediction_layers(hf)}
 
 
-FAMILIES = {"deepseek_v2": Family(deepseek_v2), "deepseek_v3": Family(deepseek_v3)}
+FAMILIES = {
+    "deepseek_v2": Family(deepseek_v2),
+    "deepseek_v3": Family(deepseek_v3, text_of=("kimi_k25",), ignored=("vision_tower", "mm_projector")),
+}

@@ -34,4 +34,11 @@ def ernie_moe(hf: HfConfig) -> Differences:
     return ernie(hf) | {"experts": experts}
 
 
-FAMILIES = {"ernie4_5": Family(ernie), "ernie4_5_moe": Family(ernie_moe)}
+FAMILIES = {
+    "ernie4_5": Family(ernie),
+    "ernie4_5_moe": Family(
+        ernie_moe,
+        names={"mlp.moe_statics": "mlp.gate", "gate.moe_statics": "gate"},
+        ignored=("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj"),
+    ),
+}

@@ -18,4 +18,11 @@ def exaone_moe(hf: HfConfig) -> Differences:
     return exaone(hf) | {"experts": sigmoid_experts(hf, sparse_layers(hf))}
 
 
-FAMILIES = {"exaone4": Family(exaone4), "exaone_moe": Family(exaone_moe)}
+FAMILIES = {
+    "exaone4": Family(exaone4, text_of=("exaone4_5",), ignored=("visual", "mtp")),
+    "exaone_moe": Family(
+        exaone_moe,
+        names={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
+        ignored=("mtp",),
+    ),
+}

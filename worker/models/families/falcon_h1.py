@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from worker.models.families.bamba import mamba2
+from worker.models.families.bamba import NAMES, NORMS, mamba2
 from worker.models.family import Differences, Family, HfConfig
 from worker.models.family_rules import refuse_other_than
 
@@ -33,4 +33,4 @@ def falcon_h1(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"falcon_h1": Family(falcon_h1)}
+FAMILIES = {"falcon_h1": Family(falcon_h1, names=NAMES, norms=NORMS)}

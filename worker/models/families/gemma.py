@@ -25,4 +25,8 @@ def gemma3(hf: HfConfig) -> Differences:
     return gemma2(hf) | {"qk_norm": "head"}
 
 
-FAMILIES = {"gemma": Family(gemma), "gemma2": Family(gemma2), "gemma3_text": Family(gemma3)}
+FAMILIES = {
+    "gemma": Family(gemma),
+    "gemma2": Family(gemma2),
+    "gemma3_text": Family(gemma3, text_of=("gemma3",), ignored=("vision_tower", "multi_modal_projector")),
+}

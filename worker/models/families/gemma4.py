@@ -63,4 +63,10 @@ def _gemma4_sizes(hf: HfConfig) -> tuple[LayerSizes, ...]:
     return tuple(sizes)
 
 
-FAMILIES = {"gemma4_text": Family(gemma4), "gemma4_unified_text": Family(gemma4)}
+_GEMMA4 = Family(
+    gemma4,
+    names={"experts": "mlp.experts", "router": "mlp.gate", "router.proj": "mlp.gate"},
+    text_of=("gemma4", "gemma4_unified"),
+    ignored=("vision_tower", "vision_embedder", "embed_vision", "audio_tower", "embed_audio"),
+)
+FAMILIES = {"gemma4_text": _GEMMA4, "gemma4_unified_text": _GEMMA4}

@@ -37,11 +37,18 @@ def glm4_moe_lite(hf: HfConfig) -> Differences:
     return latent(hf) | {"experts": experts, "extra_layers": prediction_layers(hf)}
 
 
+_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_self_attn_layernorm": "attention_out_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_mlp_layernorm": "mlp_out_norm",
+}
+_GLM4_MOE = Family(glm4_moe, text_of=("glm4v_moe", "glm46v"), ignored=("visual",))
 FAMILIES = {
-    "glm": Family(glm),
-    "glm4": Family(glm4),
-    "glm4v_text": Family(glm4v),
-    "glm4_moe": Family(glm4_moe),
-    "glm4v_moe_text": Family(glm4_moe),
+    "glm": Family(glm, fused_gate_up=True),
+    "glm4": Family(glm4, norms=_NORMS, fused_gate_up=True),
+    "glm4v_text": Family(glm4v, norms=_NORMS, fused_gate_up=True, text_of=("glm4v", "glm46v"), ignored=("visual",)),
+    "glm4_moe": _GLM4_MOE,
+    "glm4v_moe_text": _GLM4_MOE,
     "glm4_moe_lite": Family(glm4_moe_lite),
 }

@@ -19,4 +19,30 @@ def gpt2(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"gpt2": Family(gpt2)}
+FAMILIES = {
+    "gpt2": Family(
+        gpt2,
+        fields={
+            "n_embd": "hidden_size",
+            "n_head": "num_attention_heads",
+            "n_layer": "num_hidden_layers",
+            "n_positions": "max_position_embeddings",
+        },
+        names={
+            "transformer": "model",  # some files lack it
+            "wte": "embed_tokens",
+            "wpe": "embed_positions",
+            "h": "layers",
+            "ln_1": "input_layernorm",
+            "attn.c_attn": "self_attn.qkv_proj",
+            "attn.c_proj": "self_attn.o_proj",
+            "ln_2": "post_attention_layernorm",
+            "mlp.c_fc": "mlp.up_proj",
+            "mlp.c_proj": "mlp.down_proj",
+            "ln_f": "norm",
+        },
+        ignored=("attn.bias", "attn.masked_bias"),
+        fused_qkv="one after the other",
+        turned=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+    )
+}

@@ -18,4 +18,15 @@ def gpt_neox(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"gpt_neox": Family(gpt_neox)}
+_NAMES = {
+    "gpt_neox": "model",
+    "embed_in": "embed_tokens",
+    "attention.query_key_value": "self_attn.qkv_proj",
+    "attention.dense": "self_attn.o_proj",
+    "dense_h_to_4h": "up_proj",
+    "dense_4h_to_h": "down_proj",
+    "final_layer_norm": "norm",
+    "embed_out": "lm_head",
+}
+_MASKS = ("attention.bias", "attention.masked_bias")
+FAMILIES = {"gpt_neox": Family(gpt_neox, names=_NAMES, ignored=_MASKS, fused_qkv="by head")}

@@ -23,4 +23,4 @@ def gpt_oss(hf: HfConfig) -> Differences:
     return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "has_sinks": True, "experts": experts}
 
 
-FAMILIES = {"gpt_oss": Family(gpt_oss)}
+FAMILIES = {"gpt_oss": Family(gpt_oss, names={"mlp.router": "mlp.gate"}, in_turns=True)}

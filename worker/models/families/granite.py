@@ -43,10 +43,19 @@ def granite_moe_swa(hf: HfConfig) -> Differences:
     return granite_moe(hf) | swash_attention(hf)
 
 
+NAMES = {
+    "block_sparse_moe": "mlp",
+    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+    "block_sparse_moe.router": "mlp.gate",
+    "block_sparse_moe.router.layer": "mlp.gate",
+    "shared_mlp.input_linear": "mlp.shared_experts.gate_up_proj",
+    "shared_mlp.output_linear": "mlp.shared_experts.down_proj",
+}
 FAMILIES = {
     "granite": Family(granite),
     "granite_swa": Family(granite_swa),
-    "granitemoe": Family(granite_moe),
-    "granitemoeshared": Family(granite_moe),
-    "granitemoe_swa": Family(granite_moe_swa),
+    "granitemoe": Family(granite_moe, names=NAMES),
+    "granitemoeshared": Family(granite_moe, names=NAMES, fused_gate_up=True),
+    "granitemoe_swa": Family(granite_moe_swa, names=NAMES, fused_gate_up=True),
 }

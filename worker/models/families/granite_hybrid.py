@@ -1,7 +1,7 @@
 """Granite 4: most layers have Mamba2, or all have attention."""
 
 from worker.models.families.bamba import mamba2
-from worker.models.families.granite import granite, granite_moe
+from worker.models.families.granite import NAMES, granite, granite_moe
 from worker.models.family import Differences, Family, HfConfig
 from worker.models.family_rules import RopeRules
 
@@ -16,4 +16,4 @@ def granite_hybrid(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"granitemoehybrid": Family(granite_hybrid)}
+FAMILIES = {"granitemoehybrid": Family(granite_hybrid, names=NAMES, fused_gate_up=True, mlp="mlp.shared_experts")}

@@ -36,4 +36,8 @@ def _of_all_layers(hf: HfConfig, name: str) -> Any:
     return said
 
 
-FAMILIES = {"hunyuan_v1_dense": Family(hunyuan), "hunyuan_v1_moe": Family(hunyuan_moe)}
+_NAMES = {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
+FAMILIES = {
+    "hunyuan_v1_dense": Family(hunyuan, names=_NAMES),
+    "hunyuan_v1_moe": Family(hunyuan_moe, names={**_NAMES, "gate.wg": "gate", "shared_mlp": "shared_experts"}),
+}

@@ -14,4 +14,10 @@ def hy_v3(hf: HfConfig) -> Differences:
     return qwen3(hf) | {"mlp_bias": hf.mlp_bias, "experts": experts, "extra_layers": prediction_layers(hf)}
 
 
-FAMILIES = {"hy_v3": Family(hy_v3)}
+_NAMES = {
+    "mlp.router.gate": "mlp.gate",
+    "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+    "shared_mlp": "shared_experts",
+}
+FAMILIES = {"hy_v3": Family(hy_v3, names=_NAMES)}

@@ -11,4 +11,10 @@ def hyperclovax(hf: HfConfig) -> Differences:
     return granite(hf) | {"sandwich_norms": hf.use_post_norm, "logit_scale": hf.logits_scaling}
 
 
-FAMILIES = {"hyperclovax": Family(hyperclovax)}
+_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_norm1": "attention_out_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_norm2": "mlp_out_norm",
+}
+FAMILIES = {"hyperclovax": Family(hyperclovax, norms=_NORMS)}

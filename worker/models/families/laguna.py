@@ -29,4 +29,9 @@ def laguna(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"laguna": Family(laguna)}
+_NAMES = {
+    "self_attn.g_proj": "self_attn.gate_proj",
+    "mlp.experts.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+    "shared_expert": "shared_experts",
+}
+FAMILIES = {"laguna": Family(laguna, names=_NAMES, own_gates=True)}

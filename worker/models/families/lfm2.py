@@ -54,4 +54,27 @@ def lfm2_moe(hf: HfConfig) -> Differences:
     return _short_convolutions(hf) | {"experts": experts}
 
 
-FAMILIES = {"lfm2": Family(lfm2), "lfm3": Family(lfm3), "lfm2_moe": Family(lfm2_moe)}
+_NAMES = {
+    "embedding_norm": "norm",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "self_attn.g_proj": "self_attn.gate_proj",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
+    "feed_forward": "mlp",
+    "feed_forward.expert_bias": "mlp.gate.e_score_correction_bias",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
+_NORMS = {
+    "operator_norm": "input_norm",
+    "post_operator_norm": "attention_out_norm",
+    "ffn_norm": "mlp_norm",
+    "post_ffn_norm": "mlp_out_norm",
+}
+_VISIONS, _OF_IMAGES = ("lfm2_vl", "lfm3_vl"), ("vision_tower", "multi_modal_projector")
+FAMILIES = {
+    "lfm2": Family(lfm2, names=_NAMES, norms=_NORMS, text_of=_VISIONS, ignored=_OF_IMAGES),
+    "lfm2_moe": Family(lfm2_moe, names=_NAMES, norms=_NORMS, text_of=_VISIONS, ignored=_OF_IMAGES),
+    "lfm3": Family(lfm3, names=_NAMES, norms=_NORMS, text_of=_VISIONS, ignored=_OF_IMAGES, own_gates=True),
+}

@@ -7,4 +7,4 @@ def llama(hf: HfConfig) -> Differences:
     return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
 
 
-FAMILIES = {"llama": Family(llama), "internlm3": Family(llama), "iquestcoder": Family(llama)}
+FAMILIES = dict.fromkeys(("llama", "internlm3", "iquestcoder"), Family(llama))

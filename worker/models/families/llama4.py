@@ -35,4 +35,12 @@ def llama4(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"llama4_text": Family(llama4)}
+FAMILIES = {
+    "llama4_text": Family(
+        llama4,
+        names={"feed_forward": "mlp", "feed_forward.router": "mlp.gate", "shared_expert": "shared_experts"},
+        text_of=("llama4",),
+        ignored=("vision_model", "multi_modal_projector"),
+        turned=("experts.gate_up_proj", "experts.down_proj"),
+    )
+}

@@ -14,4 +14,4 @@ def mellum(hf: HfConfig) -> Differences:
     return qwen3(hf) | {"rope_rules": RopeRules(is_partial=True), "experts": experts}
 
 
-FAMILIES = {"mellum": Family(mellum)}
+FAMILIES = {"mellum": Family(mellum, ignored=("mtp",))}

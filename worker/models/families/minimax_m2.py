@@ -1,5 +1,6 @@
 """MiniMax-M2: norms over all heads."""
 
+from worker.models.families.mistral import MIXTRAL_NAMES
 from worker.models.family import Differences, Family, HfConfig
 from worker.models.family_experts import ungrouped_sigmoid_experts
 from worker.models.family_rules import RopeRules, refuse_other_than
@@ -18,4 +19,9 @@ def minimax_m2(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"minimax_m2": Family(minimax_m2)}
+_NAMES = {
+    **MIXTRAL_NAMES,
+    "block_sparse_moe.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+}
+FAMILIES = {"minimax_m2": Family(minimax_m2, names=_NAMES)}

@@ -50,9 +50,11 @@ def temperature(hf: HfConfig) -> QueryTemperature | None:
     return QueryTemperature(rope["original_max_position_embeddings"], factor) if factor else None
 
 
+MIXTRAL_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_OF_IMAGES = ("vision_tower", "multi_modal_projector")
 FAMILIES = {
-    "mistral": Family(mistral),
-    "ministral3": Family(ministral3),
-    "mixtral": Family(mixtral),
-    "mistral4": Family(mistral4),
+    "mistral": Family(mistral, text_of=("mistral3",), ignored=_OF_IMAGES),
+    "ministral3": Family(ministral3, text_of=("mistral3",), ignored=_OF_IMAGES),
+    "mistral4": Family(mistral4, text_of=("mistral3",), ignored=_OF_IMAGES),
+    "mixtral": Family(mixtral, names=MIXTRAL_NAMES),
 }

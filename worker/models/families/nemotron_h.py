@@ -37,4 +37,14 @@ def nemotron_h(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"nemotron_h": Family(nemotron_h)}
+# A layer's one sublayer is its mixer, whatever it is.
+_OF_MLPS = ("up_proj", "down_proj", "gate", "experts", "shared_experts", "fc1_latent_proj", "fc2_latent_proj")
+_NAMES = {
+    "backbone": "model",
+    "embeddings": "embed_tokens",
+    "norm_f": "norm",
+    "mixer": "mamba",
+    **{f"mixer.{name}": f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    **{f"mixer.{name}": f"mlp.{name}" for name in _OF_MLPS},
+}
+FAMILIES = {"nemotron_h": Family(nemotron_h, names=_NAMES, ignored=("mtp",))}

@@ -19,4 +19,5 @@ def phi(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"phi": Family(phi)}
+_NAMES = {"final_layernorm": "norm", "dense": "o_proj", "fc1": "up_proj", "fc2": "down_proj"}
+FAMILIES = {"phi": Family(phi, names=_NAMES)}

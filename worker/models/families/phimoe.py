@@ -2,7 +2,7 @@
 
 from kernels.experts.choice import Routing
 from worker.models.experts import ExpertsConfig
-from worker.models.families.mistral import mistral
+from worker.models.families.mistral import MIXTRAL_NAMES, mistral
 from worker.models.family import Differences, Family, HfConfig
 from worker.models.family_experts import expert_count
 
@@ -21,4 +21,4 @@ def phimoe(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"phimoe": Family(phimoe)}
+FAMILIES = {"phimoe": Family(phimoe, names={**MIXTRAL_NAMES, "mlp.router": "mlp.gate"})}

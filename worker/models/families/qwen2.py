@@ -29,4 +29,9 @@ def qwen_experts(hf: HfConfig, is_normalised: bool | None = None, **shared: Any)
     return ExpertsConfig(expert_count(hf), hf.moe_intermediate_size, routing, layers, **shared)
 
 
-FAMILIES = {"qwen2": Family(qwen2), "qwen2_5_vl_text": Family(qwen2), "qwen2_moe": Family(qwen2_moe)}
+SHARED_EXPERT = {"shared_expert": "shared_experts"}
+FAMILIES = {
+    "qwen2": Family(qwen2),
+    "qwen2_5_vl_text": Family(qwen2, text_of=("qwen2_5_vl",), ignored=("visual",)),
+    "qwen2_moe": Family(qwen2_moe, names=SHARED_EXPERT),
+}

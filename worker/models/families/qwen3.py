@@ -18,7 +18,12 @@ def qwen3_vl_moe(hf: HfConfig) -> Differences:
 
 FAMILIES = {
     "qwen3": Family(qwen3),
-    "qwen3_vl_text": Family(qwen3),
+    "qwen3_vl_text": Family(qwen3, text_of=("qwen3_vl",), ignored=("visual",)),
     "qwen3_moe": Family(qwen3_moe),
-    "qwen3_vl_moe_text": Family(qwen3_vl_moe),
+    "qwen3_vl_moe_text": Family(
+        qwen3_vl_moe,
+        text_of=("qwen3_vl_moe",),
+        ignored=("visual",),
+        turned=("experts.gate_up_proj", "experts.down_proj"),  # as published; `transformers` 5 writes them as others'
+    ),
 }

@@ -3,7 +3,7 @@
 from kernels.experts.choice import Routing
 from kernels.recurrent.shape import StateShape
 from worker.models.experts import ExpertsConfig
-from worker.models.families.qwen2 import qwen_experts
+from worker.models.families.qwen2 import SHARED_EXPERT, qwen_experts
 from worker.models.family import Differences, Family, HfConfig
 from worker.models.family_experts import expert_count
 from worker.models.family_rules import RopeRules
@@ -54,4 +54,8 @@ def qwen3_5_moe(hf: HfConfig) -> Differences:
     return delta_nets(hf, is_fused=False) | {"experts": experts, "intermediate_size": hf.moe_intermediate_size}
 
 
-FAMILIES = {"qwen3_next": Family(qwen3_next), "qwen3_5_text": Family(qwen3_5), "qwen3_5_moe_text": Family(qwen3_5_moe)}
+FAMILIES = {
+    "qwen3_next": Family(qwen3_next, names=SHARED_EXPERT, ignored=("mtp",)),
+    "qwen3_5_text": Family(qwen3_5, text_of=("qwen3_5",), ignored=("visual", "mtp")),
+    "qwen3_5_moe_text": Family(qwen3_5_moe, names=SHARED_EXPERT, text_of=("qwen3_5_moe",), ignored=("visual", "mtp")),
+}

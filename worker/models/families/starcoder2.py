@@ -15,4 +15,4 @@ def starcoder2(hf: HfConfig) -> Differences:
     }
 
 
-FAMILIES = {"starcoder2": Family(starcoder2)}
+FAMILIES = {"starcoder2": Family(starcoder2, names={"c_fc": "up_proj", "c_proj": "down_proj"})}
