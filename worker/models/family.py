@@ -1,4 +1,4 @@
-"""What Shoal knows of a family: how its configuration maps onto the decoder, and how its checkpoints are laid out."""
+"""Facts of a family: how its configuration maps onto the decoder, and how its checkpoints are laid out."""
 
 import re
 from collections.abc import Callable, Mapping
