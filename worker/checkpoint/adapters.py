@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kernels.lora.lora_weights import ColumnPart
-from worker.checkpoint.destinations import Destination, destinations
+from worker.checkpoint.destination import Destination
+from worker.checkpoint.destinations import destinations
 from worker.checkpoint.tensor_names import full_name
 from worker.models.adapted_layers import ADAPTED
 from worker.models.family import Family

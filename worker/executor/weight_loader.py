@@ -13,7 +13,8 @@ from kernels.linear.any_linear import AnyWeight
 from kernels.linear.fp8_format import GROUP
 from kernels.linear.fp8_linear import Fp8Weight, multiplies, quantize
 from worker.checkpoint.block_parameters import BlockParameters
-from worker.checkpoint.destinations import Destination, TensorPiece, destinations
+from worker.checkpoint.destination import Destination, TensorPiece
+from worker.checkpoint.destinations import destinations
 from worker.checkpoint.formats import model_tensors
 from worker.checkpoint.fp8_parameters import Fp8Parameters
 from worker.checkpoint.mxfp4_parameters import Mxfp4Parameters

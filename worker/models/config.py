@@ -17,8 +17,7 @@ from worker.folders import cache_folder
 from worker.models.end_tokens import eos_token_ids as eos_token_ids
 from worker.models.experts import ExpertsConfig
 from worker.models.families import family_of, text_part
-from worker.models.family import Family, HfConfig
-from worker.models.family_rules import RopeRules
+from worker.models.family import Family, HfConfig, RopeRules
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
 from worker.models.output_gate import OutputGate
@@ -389,6 +388,9 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "num_kv_heads": getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
         "head_dim": head_dim,
         "norm_eps": getattr(hf, "rms_norm_eps", None),
+        "qkv_bias": getattr(hf, "attention_bias", False),
+        "out_bias": getattr(hf, "attention_bias", False),
+        "mlp_bias": getattr(hf, "mlp_bias", False),
         "activation": _activation(hf, own.get("gated_mlps", True)),
         "context_length": hf.max_position_embeddings,
         "tied_embeddings": hf.tie_word_embeddings,

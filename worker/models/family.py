@@ -10,15 +10,10 @@ HfConfig = Any
 """A Hugging Face configuration: a `transformers.PretrainedConfig`, or its values as `read_config` keeps them."""
 
 Differences = dict[str, Any]
-"""Fields of `DecoderConfig` in which a family differs from a plain Llama without biases. An entry `rope_rules` is a
-`RopeRules`."""
+"""Fields of `DecoderConfig` in which a family differs from a Llama. An entry `rope_rules` is a `RopeRules`."""
 
 # The names of a text part: as `transformers` has it, and as checkpoints were published before.
-_TEXT_PART = {
-    "model.language_model": "model",
-    "language_model.model": "model",
-    "language_model.lm_head": "lm_head",
-}
+_TEXT_PART = {"model.language_model": "model", "language_model.model": "model", "language_model.lm_head": "lm_head"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +25,7 @@ class Family:
 
     | field | meaning |
     | --- | --- |
-    | `config` | the differences from a plain Llama. Raises ValueError for what would be computed wrongly |
+    | `config` | the differences from a Llama. Raises ValueError for what would be computed wrongly |
     | `fields` | names of fields in config.json, and the usual ones |
     | `names` | runs in names of tensors, and Llama's. All are replaced at once, the longest where several begin |
     | `norms` | a layer's norms, and their parameters (`worker.models.parameters`); None: as the configuration says |
@@ -44,7 +39,7 @@ class Family:
     | `in_turns` | gates and ups of experts stand in turns, and may be in MXFP4 (`worker.checkpoint.gpt_oss_experts`) |
     """
 
-    config: Callable[[HfConfig], Differences]
+    config: Callable[[HfConfig], Differences] = lambda hf: {}
     fields: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     norms: Mapping[str, str] | None = None
@@ -73,3 +68,42 @@ class Family:
     def _own_names(self) -> re.Pattern[str]:
         longest_first = sorted(self._all_names, key=len, reverse=True)
         return re.compile(rf"(?<![^.])(?:{'|'.join(map(re.escape, longest_first))})(?![^.])")
+
+
+@dataclass(frozen=True)
+class RopeRules:
+    """How a family rotates queries and keys, besides what its configuration says.
+
+    | field | meaning |
+    | --- | --- |
+    | `is_partial` | only the first dimensions of a head may be rotated |
+    | `is_interleaved` | neighbouring dimensions are a pair, in place of dimension i and `i + head_dim / 2` |
+    | `layers` | whether the layer of a number is rotated; by default it is |
+    | `thetas` | base of each layer's angles, where layers differ in it |
+    | `head_dim` | elements of the part of a head that counts as a head here; None: of the whole head |
+    """
+
+    is_partial: bool = False
+    is_interleaved: bool = False
+    layers: Mapping[int, bool] = field(default_factory=dict)
+    thetas: tuple[float, ...] | None = None
+    head_dim: int | None = None
+
+
+def refuse_other_than(hf: HfConfig, **computed: Any) -> None:
+    """Raises ValueError if one of these fields, some of which `transformers` does not read, says something else than
+    what is computed. A field that is missing or None says nothing."""
+    for name, value in computed.items():
+        if (said := getattr(hf, name, None)) is not None and said != value:
+            raise ValueError(f"{hf.model_type} models with {name} {said!r} are not supported")
+
+
+def scaled_residuals(hf: HfConfig, embedding: float, residual: float) -> Differences:
+    """Embeddings are multiplied by one number, and sublayers' outputs by another as they are added. The decoder keeps
+    the hidden states divided by the latter, which norms undo: their epsilon is divided by its square."""
+    return {"norm_eps": hf.rms_norm_eps / residual**2, "embedding_scale": embedding / residual}
+
+
+def rotated_windows(hf: HfConfig) -> RopeRules:
+    """Layers with a window rotate, and those without do not."""
+    return RopeRules(layers={index: kind == "sliding_attention" for index, kind in enumerate(hf.layer_types)})

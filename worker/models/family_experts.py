@@ -1,5 +1,7 @@
 """Experts as several families have them."""
 
+from typing import Any
+
 from kernels.experts.choice import Routing
 from worker.models.experts import ExpertsConfig
 from worker.models.family import HfConfig
@@ -16,9 +18,23 @@ def expert_count(hf: HfConfig) -> int:
     return int(count)
 
 
+def experts_of(
+    hf: HfConfig, routing: Routing, size: int | None = None, layers: tuple[bool, ...] | None = None, **own: Any
+) -> ExpertsConfig:
+    """Experts in `layers`, by default in all. `size`: of an expert, by default `moe_intermediate_size`. `own`: other
+    fields of `ExpertsConfig`."""
+    size = hf.moe_intermediate_size if size is None else size
+    return ExpertsConfig(expert_count(hf), size, routing, layers or (True,) * hf.num_hidden_layers, **own)
+
+
 def sparse_layers(hf: HfConfig) -> tuple[bool, ...]:
     """For each layer whether it has experts."""
     return tuple(kind == "sparse" for kind in hf.mlp_layer_types)
+
+
+def layers_from(first: int, hf: HfConfig) -> tuple[bool, ...]:
+    """The same, where all layers from the number `first` on have."""
+    return tuple(index >= first for index in range(hf.num_hidden_layers))
 
 
 def sigmoid_experts(hf: HfConfig, layers: tuple[bool, ...] | None = None) -> ExpertsConfig:
@@ -26,20 +42,12 @@ def sigmoid_experts(hf: HfConfig, layers: tuple[bool, ...] | None = None) -> Exp
     many at the begin have not."""
     if getattr(hf, "scoring_func", None) == "softmax":
         raise ValueError(f"{hf.model_type} models with scoring_func 'softmax' are not supported")
-    routing = Routing(
-        hf.num_experts_per_tok,
-        "sigmoid",
-        hf.norm_topk_prob,
-        hf.routed_scaling_factor,
-        hf.n_group,
-        hf.topk_group,
-        added_to_sum=1e-20,
-    )
+    scale, groups = hf.routed_scaling_factor, (hf.n_group, hf.topk_group)
+    routing = Routing(hf.num_experts_per_tok, "sigmoid", hf.norm_topk_prob, scale, *groups, added_to_sum=1e-20)
     if layers is None:
-        layers = tuple(index >= hf.first_k_dense_replace for index in range(hf.num_hidden_layers))
+        layers = layers_from(hf.first_k_dense_replace, hf)
     shared = next((value for name in _SHARED_EXPERTS if (value := getattr(hf, name, None))), 0)
-    shared_size = hf.moe_intermediate_size * shared
-    return ExpertsConfig(expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size, has_bias=True)
+    return experts_of(hf, routing, layers=layers, shared_size=hf.moe_intermediate_size * shared, has_bias=True)
 
 
 def ungrouped_sigmoid_experts(
@@ -47,7 +55,7 @@ def ungrouped_sigmoid_experts(
 ) -> ExpertsConfig:
     """The same without groups, with `shared` experts that all tokens use. `size`: of an expert."""
     routing = Routing(hf.num_experts_per_tok, "sigmoid", scale=scale, added_to_sum=1e-20)
-    return ExpertsConfig(expert_count(hf), size, routing, layers, size * shared, has_bias=True)
+    return experts_of(hf, routing, size, layers, shared_size=size * shared, has_bias=True)
 
 
 def prediction_layers(hf: HfConfig) -> int:

@@ -1,18 +1,14 @@
 """Trinity: gated attention."""
 
-from worker.models.family import Differences, Family, HfConfig
-from worker.models.family_experts import ungrouped_sigmoid_experts
-from worker.models.family_rules import refuse_other_than, rotated_windows
+from worker.models.family import Differences, Family, HfConfig, refuse_other_than, rotated_windows
+from worker.models.family_experts import layers_from, ungrouped_sigmoid_experts
 from worker.models.output_gate import OutputGate
 
 
 def afmoe(hf: HfConfig) -> Differences:
-    refuse_other_than(
-        hf, score_func="sigmoid", route_norm=True, n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1
-    )
-    if hf.attention_bias:
-        raise ValueError("afmoe models with attention_bias are not supported")
-    layers = tuple(index >= hf.num_dense_layers for index in range(hf.num_hidden_layers))
+    refuse_other_than(hf, score_func="sigmoid", route_norm=True, attention_bias=False)
+    refuse_other_than(hf, n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1)
+    layers, shared = layers_from(hf.num_dense_layers, hf), hf.num_shared_experts or 0
     return {
         "qk_norm": "head",
         "output_gate": OutputGate(),
@@ -20,9 +16,7 @@ def afmoe(hf: HfConfig) -> Differences:
         "sandwich_norms": True,
         "embedding_scale": hf.hidden_size**0.5 if hf.mup_enabled else 1.0,
         "rope_rules": rotated_windows(hf),
-        "experts": ungrouped_sigmoid_experts(
-            hf, hf.moe_intermediate_size, layers, hf.route_scale, hf.num_shared_experts or 0
-        ),
+        "experts": ungrouped_sigmoid_experts(hf, hf.moe_intermediate_size, layers, hf.route_scale, shared),
     }
 
 

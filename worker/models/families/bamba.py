@@ -3,9 +3,7 @@
 import math
 
 from kernels.recurrent.shape import StateShape
-from worker.models.families.llama import llama
-from worker.models.family import Differences, Family, HfConfig
-from worker.models.family_rules import RopeRules
+from worker.models.family import Differences, Family, HfConfig, RopeRules, refuse_other_than
 from worker.models.mamba2 import Mamba2Config
 
 
@@ -18,8 +16,7 @@ def mamba2(hf: HfConfig, layers: tuple[bool, ...]) -> Mamba2Config | None:
 def mamba2_layers(
     hf: HfConfig, layers: tuple[bool, ...], states: StateShape, activation: str, eps: float, has_bias: bool
 ) -> Mamba2Config | None:
-    if hf.mamba_proj_bias:
-        raise ValueError(f"{hf.model_type} models with mamba_proj_bias are not supported")
+    refuse_other_than(hf, mamba_proj_bias=False)
     least, most = hf.time_step_limit or (0.0, math.inf)
     if least > 0.0 or most < math.inf:
         raise ValueError(f"{hf.model_type} models with time_step_limit {[least, most]} are not supported")
@@ -31,10 +28,8 @@ def mamba2_layers(
 
 def bamba(hf: HfConfig) -> Differences:
     with_attention = set(hf.attn_layer_indices or ())
-    return llama(hf) | {
-        "rope_rules": RopeRules(is_partial=True),
-        "recurrent": mamba2(hf, tuple(index not in with_attention for index in range(hf.num_hidden_layers))),
-    }
+    states = mamba2(hf, tuple(index not in with_attention for index in range(hf.num_hidden_layers)))
+    return {"rope_rules": RopeRules(is_partial=True), "recurrent": states}
 
 
 NAMES = {"feed_forward": "mlp", "final_layernorm": "norm"}

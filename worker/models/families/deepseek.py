@@ -1,19 +1,16 @@
-"""DeepSeek-V2 and V3, and latent attention as other families have it too."""
+"""DeepSeek-V2 and V3, and latent attention as other families have it too; Youtu-LLM has it in a plain Llama."""
 
 from kernels.attention.interface import LatentHeads
 from kernels.experts.choice import Routing
 from kernels.ops.rotary import yarn_temperature
-from worker.models.experts import ExpertsConfig
-from worker.models.family import Differences, Family, HfConfig
-from worker.models.family_experts import expert_count, prediction_layers, sigmoid_experts
-from worker.models.family_rules import RopeRules
+from worker.models.family import Differences, Family, HfConfig, RopeRules, refuse_other_than
+from worker.models.family_experts import experts_of, layers_from, prediction_layers, sigmoid_experts
 
 
 def latent(hf: HfConfig) -> Differences:
     """Multi-head latent attention. YaRN multiplies scores by the square of a temperature, which is not that of the
     rotation (`Rope.amplitude`)."""
-    if hf.attention_bias:
-        raise ValueError(f"{hf.model_type} models with attention_bias are not supported")
+    refuse_other_than(hf, attention_bias=False)
     heads = LatentHeads(hf.kv_lora_rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim)
     if heads.v_head_dim > heads.query:
         raise ValueError(f"{hf.model_type} models whose values have more elements than queries are not supported")
@@ -31,8 +28,7 @@ def latent(hf: HfConfig) -> Differences:
 
 
 def deepseek_v2(hf: HfConfig) -> Differences:
-    if hf.norm_topk_prob:
-        raise ValueError("deepseek_v2 models with norm_topk_prob are not supported")
+    refuse_other_than(hf, norm_topk_prob=False)
     is_grouped = {"greedy": False, "group_limited_greedy": True}.get(hf.topk_method)
     if is_grouped is None:
         raise ValueError(f"deepseek_v2 models with topk_method {hf.topk_method!r} are not supported")
@@ -44,11 +40,8 @@ def deepseek_v2(hf: HfConfig) -> Differences:
         groups_kept=hf.topk_group if is_grouped else 1,
         group_top=1,
     )
-    layers = tuple(index >= hf.first_k_dense_replace for index in range(hf.num_hidden_layers))
-    shared_size = hf.moe_intermediate_size * hf.n_shared_experts
-    return latent(hf) | {
-        "experts": ExpertsConfig(expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size)
-    }
+    layers, shared_size = layers_from(hf.first_k_dense_replace, hf), hf.moe_intermediate_size * hf.n_shared_experts
+    return latent(hf) | {"experts": experts_of(hf, routing, layers=layers, shared_size=shared_size)}
 
 
 def deepseek_v3(hf: HfConfig) -> Differences:
@@ -58,4 +51,5 @@ def deepseek_v3(hf: HfConfig) -> Differences:
 FAMILIES = {
     "deepseek_v2": Family(deepseek_v2),
     "deepseek_v3": Family(deepseek_v3, text_of=("kimi_k25",), ignored=("vision_tower", "mm_projector")),
+    "youtu": Family(latent),
 }

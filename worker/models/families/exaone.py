@@ -1,8 +1,7 @@
 """EXAONE 4 and K-EXAONE."""
 
-from worker.models.family import Differences, Family, HfConfig
+from worker.models.family import Differences, Family, HfConfig, RopeRules, rotated_windows
 from worker.models.family_experts import sigmoid_experts, sparse_layers
-from worker.models.family_rules import RopeRules, rotated_windows
 
 
 def exaone(hf: HfConfig) -> Differences:
@@ -18,11 +17,8 @@ def exaone_moe(hf: HfConfig) -> Differences:
     return exaone(hf) | {"experts": sigmoid_experts(hf, sparse_layers(hf))}
 
 
+_NAMES = {"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"}
 FAMILIES = {
     "exaone4": Family(exaone4, text_of=("exaone4_5",), ignored=("visual", "mtp")),
-    "exaone_moe": Family(
-        exaone_moe,
-        names={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
-        ignored=("mtp",),
-    ),
+    "exaone_moe": Family(exaone_moe, names=_NAMES, ignored=("mtp",)),
 }

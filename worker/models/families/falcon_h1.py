@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from worker.models.families.bamba import NAMES, NORMS, mamba2
-from worker.models.family import Differences, Family, HfConfig
-from worker.models.family_rules import refuse_other_than
+from worker.models.family import Differences, Family, HfConfig, refuse_other_than
 
 
 def falcon_h1(hf: HfConfig) -> Differences:

@@ -4,12 +4,7 @@ from worker.models.family import Differences, Family, HfConfig
 
 
 def gemma(hf: HfConfig) -> Differences:
-    return {
-        "qkv_bias": hf.attention_bias,
-        "out_bias": hf.attention_bias,
-        "gemma_norms": True,
-        "embedding_scale": hf.hidden_size**0.5,
-    }
+    return {"gemma_norms": True, "embedding_scale": hf.hidden_size**0.5}
 
 
 def gemma2(hf: HfConfig) -> Differences:

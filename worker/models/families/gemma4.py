@@ -1,9 +1,8 @@
 """Gemma 4."""
 
 from kernels.experts.choice import Routing
-from worker.models.experts import ExpertsConfig
 from worker.models.family import Differences, Family, HfConfig
-from worker.models.family_experts import expert_count
+from worker.models.family_experts import experts_of
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
 
@@ -16,14 +15,8 @@ def gemma4(hf: HfConfig) -> Differences:
         raise ValueError("gemma4 models whose layers' inputs have a vocabulary of their own are not supported")
     experts = None
     if getattr(hf, "enable_moe_block", False):
-        routing = Routing(hf.top_k_experts)
-        every = (True,) * layers
-        experts = ExpertsConfig(
-            expert_count(hf), hf.moe_intermediate_size, routing, every, hf.intermediate_size, is_beside_mlp=True
-        )
+        experts = experts_of(hf, Routing(hf.top_k_experts), shared_size=hf.intermediate_size, is_beside_mlp=True)
     return {
-        "qkv_bias": hf.attention_bias,
-        "out_bias": hf.attention_bias,
         "qk_norm": "head",
         "value_norm": True,
         "float32_norms": True,

@@ -1,20 +1,16 @@
 """GPT-2 and DistilGPT2: positions have an embedding."""
 
-from worker.models.family import Differences, Family, HfConfig
-from worker.models.family_rules import refuse_other_than
+from worker.models.family import Differences, Family, HfConfig, refuse_other_than
 
 
 def gpt2(hf: HfConfig) -> Differences:
     refuse_other_than(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return {
-        "intermediate_size": hf.n_inner or 4 * hf.hidden_size,
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "layer_norms"), True),
         "norm_eps": hf.layer_norm_epsilon,
-        "layer_norms": True,
+        "intermediate_size": hf.n_inner or 4 * hf.hidden_size,
         "learned_positions": hf.max_position_embeddings,
         "num_kv_heads": hf.num_attention_heads,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
         "gated_mlps": False,
     }
 

@@ -1,20 +1,21 @@
-"""Granite 3 and Granite Swash, with experts too."""
+"""Granite 3 and Granite Swash, with experts too, and Granite 4, where most layers have Mamba2 or all have attention."""
 
 from kernels.experts.choice import Routing
-from worker.models.experts import ExpertsConfig
-from worker.models.family import Differences, Family, HfConfig
-from worker.models.family_experts import expert_count
-from worker.models.family_rules import RopeRules, scaled_residuals
+from worker.models.families.bamba import mamba2
+from worker.models.family import Differences, Family, HfConfig, RopeRules, scaled_residuals
+from worker.models.family_experts import experts_of
 
 
 def granite(hf: HfConfig) -> Differences:
     return scaled_residuals(hf, hf.embedding_multiplier, hf.residual_multiplier) | {
-        "qkv_bias": hf.attention_bias,
-        "out_bias": hf.attention_bias,
-        "mlp_bias": getattr(hf, "mlp_bias", False),
         "attention_scale": hf.attention_multiplier,
         "logit_scale": 1.0 / hf.logits_scaling,
     }
+
+
+def granite_moe(hf: HfConfig) -> Differences:
+    routing, shared = Routing(hf.num_experts_per_tok), getattr(hf, "shared_intermediate_size", 0)
+    return granite(hf) | {"experts": experts_of(hf, routing, hf.intermediate_size, shared_size=shared)}
 
 
 def swash_attention(hf: HfConfig) -> Differences:
@@ -24,26 +25,17 @@ def swash_attention(hf: HfConfig) -> Differences:
     return {"has_sinks": True, "rope_rules": RopeRules(layers=rotated, thetas=thetas)}
 
 
-def granite_swa(hf: HfConfig) -> Differences:
-    return granite(hf) | swash_attention(hf)
+def granite_hybrid(hf: HfConfig) -> Differences:
+    """Granite 4. Without experts, each layer has what is the shared one elsewhere."""
+    rotates = hf.position_embedding_type == "rope"
+    return (granite_moe(hf) if hf.num_local_experts else granite(hf)) | {
+        "intermediate_size": hf.shared_intermediate_size,
+        "rope_rules": RopeRules(layers=dict.fromkeys(range(hf.num_hidden_layers), rotates)),
+        "recurrent": mamba2(hf, tuple(kind == "linear_attention" for kind in hf.layer_types)),
+    }
 
 
-def granite_moe(hf: HfConfig) -> Differences:
-    experts = ExpertsConfig(
-        expert_count(hf),
-        hf.intermediate_size,
-        Routing(hf.num_experts_per_tok),
-        (True,) * hf.num_hidden_layers,
-        shared_size=getattr(hf, "shared_intermediate_size", 0),
-    )
-    return granite(hf) | {"experts": experts}
-
-
-def granite_moe_swa(hf: HfConfig) -> Differences:
-    return granite_moe(hf) | swash_attention(hf)
-
-
-NAMES = {
+_NAMES = {
     "block_sparse_moe": "mlp",
     "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
     "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
@@ -54,8 +46,9 @@ NAMES = {
 }
 FAMILIES = {
     "granite": Family(granite),
-    "granite_swa": Family(granite_swa),
-    "granitemoe": Family(granite_moe, names=NAMES),
-    "granitemoeshared": Family(granite_moe, names=NAMES, fused_gate_up=True),
-    "granitemoe_swa": Family(granite_moe_swa, names=NAMES, fused_gate_up=True),
+    "granite_swa": Family(lambda hf: granite(hf) | swash_attention(hf)),
+    "granitemoe": Family(granite_moe, names=_NAMES),
+    "granitemoeshared": Family(granite_moe, names=_NAMES, fused_gate_up=True),
+    "granitemoe_swa": Family(lambda hf: granite_moe(hf) | swash_attention(hf), names=_NAMES, fused_gate_up=True),
+    "granitemoehybrid": Family(granite_hybrid, names=_NAMES, fused_gate_up=True, mlp="mlp.shared_experts"),
 }

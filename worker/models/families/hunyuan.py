@@ -1,18 +1,19 @@
-"""Hunyuan, dense and with experts."""
+"""Hunyuan, dense and with experts, and Hy3."""
 
 from typing import Any
 
 from kernels.experts.choice import Routing
 from worker.models.experts import ExpertsConfig
-from worker.models.family import Differences, Family, HfConfig
-from worker.models.family_rules import refuse_other_than
+from worker.models.families.qwen import qwen3
+from worker.models.family import Differences, Family, HfConfig, refuse_other_than
+from worker.models.family_experts import prediction_layers, sparse_layers, ungrouped_sigmoid_experts
 
 
 def hunyuan(hf: HfConfig) -> Differences:
     refuse_other_than(hf, use_qk_norm=True, use_cla=False)
     if (kind := hf.rope_parameters["rope_type"]) in ("yarn", "longrope"):  # norms would undo their amplitude
         raise ValueError(f"{hf.model_type} models with rope_type {kind!r} are not supported")
-    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": "after"}
+    return {"qk_norm": "after"}
 
 
 def hunyuan_moe(hf: HfConfig) -> Differences:
@@ -36,8 +37,23 @@ def _of_all_layers(hf: HfConfig, name: str) -> Any:
     return said
 
 
+def hy_v3(hf: HfConfig) -> Differences:
+    refuse_other_than(hf, qk_norm=True, route_norm=True, moe_router_use_sigmoid=True, n_group=1)
+    experts = ungrouped_sigmoid_experts(
+        hf, hf.moe_intermediate_size, sparse_layers(hf), hf.router_scaling_factor, hf.num_shared_experts or 0
+    )
+    return qwen3(hf) | {"mlp_bias": hf.mlp_bias, "experts": experts, "extra_layers": prediction_layers(hf)}
+
+
 _NAMES = {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
+_HY3_NAMES = {
+    "mlp.router.gate": "mlp.gate",
+    "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+    "shared_mlp": "shared_experts",
+}
 FAMILIES = {
     "hunyuan_v1_dense": Family(hunyuan, names=_NAMES),
     "hunyuan_v1_moe": Family(hunyuan_moe, names={**_NAMES, "gate.wg": "gate", "shared_mlp": "shared_experts"}),
+    "hy_v3": Family(hy_v3, names=_HY3_NAMES),
 }

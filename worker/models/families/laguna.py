@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from worker.models.family import Differences, Family, HfConfig
+from worker.models.family import Differences, Family, HfConfig, RopeRules, refuse_other_than
 from worker.models.family_experts import sparse_layers, ungrouped_sigmoid_experts
-from worker.models.family_rules import RopeRules, refuse_other_than
 from worker.models.layer_sizes import LayerSizes
 from worker.models.output_gate import OutputGate
 

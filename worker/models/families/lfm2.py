@@ -4,10 +4,8 @@ import math
 
 from kernels.experts.choice import Routing
 from kernels.recurrent.shape import StateShape
-from worker.models.experts import ExpertsConfig
-from worker.models.family import Differences, Family, HfConfig
-from worker.models.family_experts import expert_count
-from worker.models.family_rules import refuse_other_than
+from worker.models.family import Differences, Family, HfConfig, refuse_other_than
+from worker.models.family_experts import experts_of, layers_from
 from worker.models.output_gate import OutputGate
 from worker.models.short_convolution import ShortConvolutionConfig
 
@@ -44,13 +42,10 @@ def lfm3(hf: HfConfig) -> Differences:
 
 
 def lfm2_moe(hf: HfConfig) -> Differences:
-    experts = ExpertsConfig(
-        expert_count(hf),
-        hf.moe_intermediate_size,
-        Routing(hf.num_experts_per_tok, "sigmoid", hf.norm_topk_prob, hf.routed_scaling_factor, added_to_sum=1e-6),
-        tuple(index >= hf.num_dense_layers for index in range(hf.num_hidden_layers)),
-        has_bias=hf.use_expert_bias,
-    )
+    normalised, scale = hf.norm_topk_prob, hf.routed_scaling_factor
+    routing = Routing(hf.num_experts_per_tok, "sigmoid", normalised, scale, added_to_sum=1e-6)
+    layers = layers_from(hf.num_dense_layers, hf)
+    experts = experts_of(hf, routing, layers=layers, has_bias=hf.use_expert_bias)
     return _short_convolutions(hf) | {"experts": experts}
 
 

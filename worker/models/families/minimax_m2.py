@@ -1,9 +1,8 @@
 """MiniMax-M2: norms over all heads."""
 
 from worker.models.families.mistral import MIXTRAL_NAMES
-from worker.models.family import Differences, Family, HfConfig
+from worker.models.family import Differences, Family, HfConfig, RopeRules, refuse_other_than
 from worker.models.family_experts import ungrouped_sigmoid_experts
-from worker.models.family_rules import RopeRules, refuse_other_than
 
 
 def minimax_m2(hf: HfConfig) -> Differences:

@@ -1,10 +1,9 @@
 """Mistral, Mixtral, and Mistral Small 4 with latent attention."""
 
 from kernels.experts.choice import Routing
-from worker.models.experts import ExpertsConfig
 from worker.models.families.deepseek import latent
 from worker.models.family import Differences, Family, HfConfig
-from worker.models.family_experts import expert_count
+from worker.models.family_experts import experts_of, layers_from
 from worker.models.query_temperature import QueryTemperature
 
 
@@ -17,14 +16,7 @@ def ministral3(hf: HfConfig) -> Differences:
 
 
 def mixtral(hf: HfConfig) -> Differences:
-    return mistral(hf) | {
-        "experts": ExpertsConfig(
-            expert_count(hf),
-            hf.intermediate_size,
-            Routing(hf.num_experts_per_tok),
-            (True,) * hf.num_hidden_layers,
-        )
-    }
+    return mistral(hf) | {"experts": experts_of(hf, Routing(hf.num_experts_per_tok), hf.intermediate_size)}
 
 
 def mistral4(hf: HfConfig) -> Differences:
@@ -36,12 +28,9 @@ def mistral4(hf: HfConfig) -> Differences:
         groups_kept=hf.topk_group or 1,
         added_to_sum=1e-20,
     )
-    layers = tuple(index >= (hf.first_k_dense_replace or 0) for index in range(hf.num_hidden_layers))
-    shared_size = hf.moe_intermediate_size * hf.n_shared_experts
-    return latent(hf) | {
-        "query_temperature": temperature(hf),
-        "experts": ExpertsConfig(expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size),
-    }
+    layers = layers_from(hf.first_k_dense_replace or 0, hf)
+    experts = experts_of(hf, routing, layers=layers, shared_size=hf.moe_intermediate_size * hf.n_shared_experts)
+    return latent(hf) | {"query_temperature": temperature(hf), "experts": experts}
 
 
 def temperature(hf: HfConfig) -> QueryTemperature | None:

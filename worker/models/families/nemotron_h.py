@@ -5,9 +5,8 @@ from dataclasses import replace
 from kernels.recurrent.shape import StateShape
 from worker.models.experts import ExpertsConfig
 from worker.models.families.bamba import mamba2_layers
-from worker.models.family import Differences, Family, HfConfig
+from worker.models.family import Differences, Family, HfConfig, RopeRules, refuse_other_than
 from worker.models.family_experts import sigmoid_experts
-from worker.models.family_rules import RopeRules
 
 
 def _nemotron_h_experts(hf: HfConfig) -> ExpertsConfig:
@@ -20,20 +19,17 @@ def _nemotron_h_experts(hf: HfConfig) -> ExpertsConfig:
 
 def nemotron_h(hf: HfConfig) -> Differences:
     """Each layer has one sublayer: Mamba2, attention, an MLP or experts. Nothing rotates."""
-    for name in ("use_bias", "attention_bias", "sliding_window"):
-        if getattr(hf, name):
-            raise ValueError(f"nemotron_h models with {name} are not supported")
+    refuse_other_than(hf, use_bias=False, attention_bias=False, sliding_window=None)
     kinds = hf.layers_block_type
     states = StateShape(hf.n_groups, hf.mamba_num_heads, hf.ssm_state_size, hf.mamba_head_dim, hf.conv_kernel)
-    eps, with_mamba2 = hf.layer_norm_epsilon, tuple(kind == "linear_attention" for kind in kinds)
+    layers, eps = tuple(kind == "linear_attention" for kind in kinds), hf.layer_norm_epsilon
     return {
         "norm_eps": eps,
-        "mlp_bias": hf.mlp_bias,
         "gated_mlps": False,
         "rope_rules": RopeRules(layers=dict.fromkeys(range(len(kinds)), False)),
         "sublayers": tuple("mlp" if kind in ("mlp", "moe") else "attention" for kind in kinds),
         "experts": _nemotron_h_experts(hf) if "moe" in kinds else None,
-        "recurrent": mamba2_layers(hf, with_mamba2, states, hf.mamba_hidden_act, eps, hf.use_conv_bias),
+        "recurrent": mamba2_layers(hf, layers, states, hf.mamba_hidden_act, eps, hf.use_conv_bias),
     }
 
 

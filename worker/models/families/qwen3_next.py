@@ -2,28 +2,19 @@
 
 from kernels.experts.choice import Routing
 from kernels.recurrent.shape import StateShape
-from worker.models.experts import ExpertsConfig
-from worker.models.families.qwen2 import SHARED_EXPERT, qwen_experts
-from worker.models.family import Differences, Family, HfConfig
-from worker.models.family_experts import expert_count
-from worker.models.family_rules import RopeRules
+from worker.models.families.qwen import SHARED_EXPERT, qwen_experts
+from worker.models.family import Differences, Family, HfConfig, RopeRules
+from worker.models.family_experts import experts_of
 from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.output_gate import OutputGate
 
 
 def delta_nets(hf: HfConfig, is_fused: bool) -> Differences:
     """Layers with a gated delta net among layers of gated attention."""
-    states = StateShape(
-        hf.linear_num_key_heads,
-        hf.linear_num_value_heads,
-        hf.linear_key_head_dim,
-        hf.linear_value_head_dim,
-        hf.linear_conv_kernel_dim,
-    )
+    heads, sizes = (hf.linear_num_key_heads, hf.linear_num_value_heads), (hf.linear_key_head_dim,)
+    states = StateShape(*heads, *sizes, hf.linear_value_head_dim, hf.linear_conv_kernel_dim)
     layers = tuple(kind == "linear_attention" for kind in hf.layer_types)
     return {
-        "qkv_bias": hf.attention_bias,
-        "out_bias": hf.attention_bias,
         "qk_norm": "head",
         "gemma_norms": True,
         "output_gate": OutputGate(),
@@ -42,16 +33,10 @@ def qwen3_5(hf: HfConfig) -> Differences:
 
 
 def qwen3_5_moe(hf: HfConfig) -> Differences:
-    experts = ExpertsConfig(
-        expert_count(hf),
-        hf.moe_intermediate_size,
-        Routing(hf.num_experts_per_tok, is_normalised=True),
-        (True,) * hf.num_hidden_layers,
-        hf.shared_expert_intermediate_size,
-        has_shared_gate=True,
-    )
+    routing = Routing(hf.num_experts_per_tok, is_normalised=True)
+    experts = experts_of(hf, routing, shared_size=hf.shared_expert_intermediate_size, has_shared_gate=True)
     # The layers have no other MLP, so the configuration has no size of one.
-    return delta_nets(hf, is_fused=False) | {"experts": experts, "intermediate_size": hf.moe_intermediate_size}
+    return qwen3_5(hf) | {"experts": experts, "intermediate_size": hf.moe_intermediate_size}
 
 
 FAMILIES = {

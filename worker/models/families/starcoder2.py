@@ -5,14 +5,8 @@ from worker.models.family import Differences, Family, HfConfig
 
 
 def starcoder2(hf: HfConfig) -> Differences:
-    return mistral(hf) | {
-        "norm_eps": hf.norm_epsilon,
-        "qkv_bias": hf.use_bias,
-        "out_bias": hf.use_bias,
-        "mlp_bias": hf.use_bias,
-        "layer_norms": True,
-        "gated_mlps": False,
-    }
+    biases = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), hf.use_bias)
+    return mistral(hf) | biases | {"norm_eps": hf.norm_epsilon, "layer_norms": True, "gated_mlps": False}
 
 
 FAMILIES = {"starcoder2": Family(starcoder2, names={"c_fc": "up_proj", "c_proj": "down_proj"})}
