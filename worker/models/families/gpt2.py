@@ -15,15 +15,16 @@ def gpt2(hf: HfConfig) -> Differences:
     }
 
 
+FIELDS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}
 FAMILIES = {
     "gpt2": Family(
         gpt2,
-        fields={
-            "n_embd": "hidden_size",
-            "n_head": "num_attention_heads",
-            "n_layer": "num_hidden_layers",
-            "n_positions": "max_position_embeddings",
-        },
+        fields=FIELDS,
         names={
             "transformer": "model",  # some files lack it
             "wte": "embed_tokens",
