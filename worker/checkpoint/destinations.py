@@ -7,12 +7,12 @@ from worker.models.experts import ExpertsConfig
 from worker.models.parameters import parameter_shapes
 from worker.models.sharding import Shard
 
-_SANDWICH_NORMS = {
-    "input_layernorm": "input_norm",
-    "post_attention_layernorm": "attention_out_norm",
-    "pre_feedforward_layernorm": "mlp_norm",
-    "post_feedforward_layernorm": "mlp_out_norm",
-}
+# Norms before and after attention, before and after the MLP: parameters, and their names where a layer has all.
+_NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+_SANDWICH_NORMS = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
 _NORMS_BESIDE_MLP = {
     "mlp.gate.scale": "router_norm",
     "pre_feedforward_layernorm_2.weight": "experts_norm",
@@ -283,21 +283,21 @@ def _further_destinations(shard: Shard) -> dict[str, Destination]:
 
 
 def _norm_destinations(config: DecoderConfig, index: int) -> dict[str, Destination]:
+    names: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     if config.sublayers is not None:
-        names = {"norm": "input_norm" if config.has_attention(index) else "mlp_norm"}
+        names = ("norm",) if config.has_attention(index) else (None, None, "norm")
     elif config.family.norms is not None:
-        names = dict(config.family.norms)
+        names = config.family.norms
     elif config.parallel == "one norm":
-        names = {"input_layernorm": "input_norm"}
+        names = ("input_layernorm",)
     elif not config.pre_norms:
-        names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
+        names = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
     elif config.sandwich_norms:
         names = _SANDWICH_NORMS
-    else:
-        names = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
     destinations: dict[str, Destination] = {}
-    for tensor, parameter in names.items():
-        destinations |= _norm_destination(tensor, parameter, config)
+    for tensor, parameter in zip(names, _NORMS, strict=False):
+        if tensor is not None:
+            destinations |= _norm_destination(tensor, parameter, config)
     return destinations
 
 

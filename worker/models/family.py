@@ -28,7 +28,7 @@ class Family:
     | `config` | the differences from a Llama. Raises ValueError for what would be computed wrongly |
     | `fields` | names of fields in config.json, and the usual ones |
     | `names` | runs in names of tensors, and Llama's. All are replaced at once, the longest where several begin |
-    | `norms` | a layer's norms, and their parameters (`worker.models.parameters`); None: as the configuration says |
+    | `norms` | norms before and after attention, before and after the MLP; None: as most families name them |
     | `ignored` | runs in names of tensors that are not needed: of images and sounds, for drafts, masks |
     | `text_of` | each `model_type` of models with images that may have one of these as the text part |
     | `fused_qkv` | queries, keys and values are one tensor, `qkv_proj`: one after the other, or those of each head |
@@ -42,7 +42,7 @@ class Family:
     config: Callable[[HfConfig], Differences] = lambda hf: {}
     fields: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
-    norms: Mapping[str, str] | None = None
+    norms: tuple[str | None, str | None, str | None, str | None] | None = None
     ignored: tuple[str, ...] = ()
     text_of: tuple[str, ...] = ()
     fused_qkv: Literal["one after the other", "by head"] | None = None

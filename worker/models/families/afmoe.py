@@ -21,10 +21,5 @@ def afmoe(hf: HfConfig) -> Differences:
 
 
 _NAMES = {"mlp.router.gate": "mlp.gate", "mlp.expert_bias": "mlp.gate.e_score_correction_bias"}
-_NORMS = {
-    "input_layernorm": "input_norm",
-    "post_attention_layernorm": "attention_out_norm",
-    "pre_mlp_layernorm": "mlp_norm",
-    "post_mlp_layernorm": "mlp_out_norm",
-}
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
 FAMILIES = {"afmoe": Family(afmoe, names=_NAMES, norms=_NORMS, own_gates=True)}

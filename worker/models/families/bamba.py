@@ -33,5 +33,5 @@ def bamba(hf: HfConfig) -> Differences:
 
 
 NAMES = {"feed_forward": "mlp", "final_layernorm": "norm"}
-NORMS = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
+NORMS = ("input_layernorm", None, "pre_ff_layernorm", None)
 FAMILIES = {"bamba": Family(bamba, names=NAMES, norms=NORMS)}

@@ -28,12 +28,7 @@ def glm4_moe_lite(hf: HfConfig) -> Differences:
     return latent(hf) | {"experts": experts, "extra_layers": prediction_layers(hf)}
 
 
-_NORMS = {
-    "input_layernorm": "input_norm",
-    "post_self_attn_layernorm": "attention_out_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "post_mlp_layernorm": "mlp_out_norm",
-}
+_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _GLM4_MOE = Family(glm4_moe, text_of=("glm4v_moe", "glm46v"), ignored=("visual",))
 FAMILIES = {
     "glm": Family(glm, fused_gate_up=True),

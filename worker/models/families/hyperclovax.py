@@ -11,10 +11,5 @@ def hyperclovax(hf: HfConfig) -> Differences:
     return granite(hf) | {"sandwich_norms": hf.use_post_norm, "logit_scale": hf.logits_scaling}
 
 
-_NORMS = {
-    "input_layernorm": "input_norm",
-    "post_norm1": "attention_out_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "post_norm2": "mlp_out_norm",
-}
+_NORMS = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
 FAMILIES = {"hyperclovax": Family(hyperclovax, norms=_NORMS)}

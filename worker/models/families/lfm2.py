@@ -61,12 +61,7 @@ _NAMES = {
     "w2": "down_proj",
     "w3": "up_proj",
 }
-_NORMS = {
-    "operator_norm": "input_norm",
-    "post_operator_norm": "attention_out_norm",
-    "ffn_norm": "mlp_norm",
-    "post_ffn_norm": "mlp_out_norm",
-}
+_NORMS = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
 _VISIONS, _OF_IMAGES = ("lfm2_vl", "lfm3_vl"), ("vision_tower", "multi_modal_projector")
 FAMILIES = {
     "lfm2": Family(lfm2, names=_NAMES, norms=_NORMS, text_of=_VISIONS, ignored=_OF_IMAGES),
