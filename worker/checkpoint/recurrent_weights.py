@@ -122,5 +122,5 @@ def _convolution(shard: Shard, whole: ShortConvolutionConfig) -> dict[str, Desti
 
 
 def _tensor(parameter: str, shape: tuple[int, ...], dim: int, parts: tuple[tuple[int, range], ...]) -> Destination:
-    """Of a tensor's elements along `dim`, each range goes to a parameter, with its first element at the index given."""
+    """A tensor of whose elements along `dim` each range goes to a parameter, from the index given with it on."""
     return Destination(parameter, shape, dim, tuple(TensorPiece(*part) for part in parts))
