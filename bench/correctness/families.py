@@ -213,6 +213,7 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "olmo2": ("olmo2", {}),
         "phi": ("phi", _TWO_LAYERS),
         "gpt2": ("gpt2", _TWO_LAYERS | {"n_inner": sizes.inner, "tie_word_embeddings": True}),
+        "gptj": ("gptj", _TWO_LAYERS | {"n_inner": sizes.inner, "rotary_dim": sizes.head_dim // 2}),
         "gpt_neox": ("gpt_neox", _TWO_LAYERS | _rope("default", partial_rotary_factor=0.5)),
         "cohere": ("cohere", _TWO_LAYERS | {"attention_bias": True, "logit_scale": 0.3, "tie_word_embeddings": True}),
         "phi3": ("phi3", {"sliding_window": None}),

@@ -65,9 +65,6 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
 # Layers that normalise each head's output magnify what is rounded off: on such models float32 logits of transformers
 # are up to 4e-4 from its own with matrix products in float64, and ours up to 6e-4.
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-# With recurrent states.
-HYBRIDS = [*DELTA_NETS, "granitemoehybrid", "granitemoehybrid_dense", "bamba", "falcon_h1", "lfm2", "lfm2_moe", "lfm3"]
-HYBRIDS += ["nemotron_h", "nemotron_h_moe", "nemotron_h_latent_moe"]
 
 
 def make_tiny(name: str, folder: Path, layers: int | None = None, **sizes: int) -> Path:

@@ -35,10 +35,16 @@ PARTS = ("latent", "own_sizes", "recurrent", "experts", "output_gate", "sublayer
 
 
 @cache
+def config_of(name: str) -> DecoderConfig:
+    """The configuration of a tiny model."""
+    model_type, changes = TINY[name]
+    return decoder_config(AutoConfig.for_model(model_type, **(COMMON | changes)))
+
+
+@cache
 def elements(name: str) -> frozenset[tuple[object, ...]]:
     """What ranks and stages see of a tiny model."""
-    model_type, changes = TINY[name]
-    config = decoder_config(AutoConfig.for_model(model_type, **(COMMON | changes)))
+    config = config_of(name)
     found = {(flag, getattr(config, flag)) for flag in FLAGS}
     found |= {(part, type(getattr(config, part)).__name__) for part in PARTS}
     found |= {("heads", config.num_heads, config.num_kv_heads), *_of_experts(config), *_of_states(config)}

@@ -11,9 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kernels.lora.lora_weights import ColumnPart
-from worker.checkpoint.destinations import Destination, destinations
+from worker.checkpoint.destination import Destination
+from worker.checkpoint.destinations import destinations
 from worker.checkpoint.tensor_names import full_name
 from worker.models.adapted_layers import ADAPTED
+from worker.models.family import Family
 from worker.models.parameters import parameter_shapes
 from worker.models.sharding import Shard
 
@@ -43,7 +45,7 @@ class AdapterLayout:
     """
 
     def __init__(self, shard: Shard) -> None:
-        self._shapes = parameter_shapes(shard.config)
+        self._shapes, self._family = parameter_shapes(shard.config), shard.whole.family
         own = _adaptable(shard)
         # Layers of other stages too, so that an adapter is checked whole. Their parameters are not here.
         self._model = own if shard.stages == 1 else _adaptable(Shard(shard.whole))
@@ -62,7 +64,7 @@ class AdapterLayout:
         """Reads this rank's part of an adapter, in `dtype`; `pin`: into pinned memory. Raises ValueError, for a person
         who wrote the path, if the folder has none, or one that this model cannot have."""
         scale, rank = _settings(folder, max_rank)
-        found = _tensors(folder)
+        found = _tensors(folder, self._family)
         self._check(folder, found, rank)
         matrices: LowRank = {}
         for module, (to, part) in self._own.items():
@@ -165,7 +167,7 @@ def _settings(folder: Path, max_rank: int) -> tuple[float, int]:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), rank
 
 
-def _tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+def _tensors(folder: Path, family: Family) -> dict[str, dict[str, torch.Tensor]]:
     """The matrices A and B of an adapter by the names of the model's layers."""
     path = folder / "adapter_model.safetensors"
     found: dict[str, dict[str, torch.Tensor]] = {}
@@ -176,7 +178,7 @@ def _tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
                 match = _KEY.fullmatch(key)
                 if match is None:
                     raise ValueError(f"adapter {folder} has the tensor {key}, which is not supported")
-                module = full_name(f"{match[1]}.weight").removesuffix(".weight")
+                module = full_name(f"{match[1]}.weight", family).removesuffix(".weight")
                 found.setdefault(module, {})[match[2]] = file.get_tensor(key)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from None

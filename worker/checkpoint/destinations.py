@@ -1,62 +1,18 @@
 """Where the tensors of a checkpoint go: which part of each a rank has, and its place in the rank's parameters."""
 
-from typing import NamedTuple
-
-import torch
-
-from worker.checkpoint.delta_net_weights import net_tensors
-from worker.checkpoint.mamba2_weights import mamba2_tensors
-from worker.checkpoint.short_convolution_weights import convolution_tensors
+from worker.checkpoint.destination import Destination, TensorPiece, scaled, whole_tensor
+from worker.checkpoint.recurrent_weights import recurrent_destinations
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
-from worker.models.gated_delta_net import DeltaNetConfig
-from worker.models.mamba2 import Mamba2Config
 from worker.models.parameters import parameter_shapes
-from worker.models.recurrent_layer import RecurrentConfig
 from worker.models.sharding import Shard
-from worker.models.short_convolution import ShortConvolutionConfig
 
-_FUSED_QKV = ("phi3", "gpt2")  # families with one tensor for queries, keys and values
-_FUSED_BY_HEAD = ("gpt_neox",)  # and with one in which those of each head follow each other
-# And with one for gates and ups.
-_FUSED_GATE_UP = ("phi3", "glm", "glm4", "glm4v_text", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
-_OWN_GATES = ("afmoe", "laguna", "lfm3")  # with gates of heads apart from the queries
-_MLPS = {"granitemoehybrid": "mlp.shared_experts"}  # names of MLPs of layers without experts
-_SANDWICH_NORMS = {
-    "input_layernorm": "input_norm",
-    "post_attention_layernorm": "attention_out_norm",
-    "pre_feedforward_layernorm": "mlp_norm",
-    "post_feedforward_layernorm": "mlp_out_norm",
-}
-_GLM4_NORMS = {
-    "input_layernorm": "input_norm",
-    "post_self_attn_layernorm": "attention_out_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "post_mlp_layernorm": "mlp_out_norm",
-}
-_BAMBA_NORMS = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
-_LFM2_NORMS = {"operator_norm": "input_norm", "ffn_norm": "mlp_norm"}
-_NORMS = {  # of families that have other names
-    "glm4": _GLM4_NORMS,
-    "glm4v_text": _GLM4_NORMS,
-    "afmoe": {
-        "input_layernorm": "input_norm",
-        "post_attention_layernorm": "attention_out_norm",
-        "pre_mlp_layernorm": "mlp_norm",
-        "post_mlp_layernorm": "mlp_out_norm",
-    },
-    "hyperclovax": {
-        "input_layernorm": "input_norm",
-        "post_norm1": "attention_out_norm",
-        "post_attention_layernorm": "mlp_norm",
-        "post_norm2": "mlp_out_norm",
-    },
-    "bamba": _BAMBA_NORMS,
-    "falcon_h1": _BAMBA_NORMS,
-    "lfm2": _LFM2_NORMS,
-    "lfm2_moe": _LFM2_NORMS,
-    "lfm3": _LFM2_NORMS | {"post_operator_norm": "attention_out_norm", "post_ffn_norm": "mlp_out_norm"},
-}
+# Norms before and after attention, before and after the MLP: parameters, and their names where a layer has all.
+_NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+_SANDWICH_NORMS = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
 _NORMS_BESIDE_MLP = {
     "mlp.gate.scale": "router_norm",
     "pre_feedforward_layernorm_2.weight": "experts_norm",
@@ -65,53 +21,26 @@ _NORMS_BESIDE_MLP = {
 }
 
 
-class TensorPiece(NamedTuple):
-    """The elements `kept` of a checkpoint's tensor along a dimension, which a parameter has from `first` on, multiplied
-    by `factor`. `order` is that of `Rope.order` if they are heads, whose dimensions are rearranged."""
-
-    first: int
-    kept: range
-    order: tuple[int, ...] | None = None
-    factor: float = 1.0
-
-    @property
-    def row_order(self) -> torch.Tensor | None:
-        """The order of the piece's rows; None if it is their own."""
-        if self.order is None:
-            return None
-        return torch.arange(len(self.kept)).unflatten(0, (-1, len(self.order)))[:, list(self.order)].flatten()
-
-
-class Destination(NamedTuple):
-    """Destination of a checkpoint's tensor of `shape`: its `pieces` along `dim` go to `parameter`. `expert` is the
-    index in the parameter's first dimension, which the tensor lacks: that of an expert, or of a norm's weights or
-    biases; None if it has all dimensions."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    dim: int
-    pieces: tuple[TensorPiece, ...]
-    expert: int | None = None
-
-
 def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     """Destinations of all tensors of a model that this rank needs, by Hugging Face's names. `stacked`: whether the
     experts of a layer are one tensor."""
     shapes = parameter_shapes(shard.config)
     vocabulary, hidden = (shard.whole.vocab_size, shard.whole.hidden_size), shard.whole.hidden_size
     destinations = {
-        "model.embed_tokens.weight": _whole("embedding", vocabulary, shard.vocabulary),
+        "model.embed_tokens.weight": whole_tensor("embedding", vocabulary, shard.vocabulary),
         **_norm_destination("model.norm", "norm", shard.whole),
-        "model.embed_positions.weight": _whole("positions", (shard.whole.learned_positions, hidden)),
-        "lm_head.weight": _whole("head", vocabulary, shard.vocabulary),
-        "lm_head.bias": _whole("head_bias", vocabulary[:1], shard.vocabulary),
+        "model.embed_positions.weight": whole_tensor("positions", (shard.whole.learned_positions, hidden)),
+        "lm_head.weight": whole_tensor("head", vocabulary, shard.vocabulary),
+        "lm_head.bias": whole_tensor("head_bias", vocabulary[:1], shard.vocabulary),
     }
     if (inputs := shard.whole.layer_inputs) is not None:
         size = inputs.size * inputs.layers
-        embedding = _whole("layer_inputs_embedding", (vocabulary[0], size), shard.vocabulary)
+        embedding = whole_tensor("layer_inputs_embedding", (vocabulary[0], size), shard.vocabulary)
         destinations["model.embed_tokens_per_layer.weight"] = embedding
-        destinations["model.per_layer_model_projection.weight"] = _whole("layer_inputs_projection", (size, hidden))
-        destinations["model.per_layer_projection_norm.weight"] = _whole("layer_inputs_norm", (inputs.size,))
+        destinations["model.per_layer_model_projection.weight"] = whole_tensor(
+            "layer_inputs_projection", (size, hidden)
+        )
+        destinations["model.per_layer_projection_norm.weight"] = whole_tensor("layer_inputs_norm", (inputs.size,))
     for own, index in enumerate(shard.layers):
         part = shard.of_layer(index)
         layer = _norm_destinations(shard.whole, index) | _further_destinations(shard)
@@ -119,8 +48,8 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
             layer |= _attention_destinations(part, index)
         experts = shard.config.experts_of(own)
         if experts is None:
-            name = _MLPS.get(shard.whole.model_type, "mlp")
-            layer |= _mlp_destinations(part, name, part.whole.intermediate_size, part.intermediate)
+            size = part.whole.intermediate_size
+            layer |= _mlp_destinations(part, shard.whole.family.mlp, size, part.intermediate)
         else:
             layer |= _expert_destinations(shard, stacked)
         for tensor, factors in shard.whole.weight_factors.items():
@@ -140,7 +69,7 @@ def _attention_destinations(shard: Shard, index: int) -> dict[str, Destination]:
     """Destinations of the tensors of the attention of layer `index`, or of what it has in place of one or alongside."""
     recurrent, order = shard.whole.recurrent, shard.whole.ropes[index].order
     if recurrent is not None and recurrent.layers[index]:
-        states = _recurrent_destinations(shard, recurrent)
+        states = recurrent_destinations(shard, recurrent)
         if not recurrent.alongside_attention:
             return states
         return _head_destinations(shard, order) | _behind_heads(states, shard)
@@ -153,14 +82,14 @@ def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str,
     whole, own, hidden = shard.whole, shard.config, shard.whole.hidden_size
     size = whole.head_dim
     q_rows, kv_rows = whole.num_heads * size, whole.num_kv_heads * size
-    q, kv = _scaled(shard.heads, size), _scaled(shard.kv_heads, size)
+    q, kv = scaled(shard.heads, size), scaled(shard.kv_heads, size)
     first_k = own.num_heads * size
     first_v = first_k + own.num_kv_heads * size
     destinations = _outward("self_attn.o_proj", "out", shard, q_rows, q)
-    if whole.model_type in (*_FUSED_QKV, *_FUSED_BY_HEAD):
+    if whole.family.fused_qkv is not None:
         k, v = (range(kv.start + rows, kv.stop + rows) for rows in (q_rows, q_rows + kv_rows))
         all_pieces = [TensorPiece(0, q, order), TensorPiece(first_k, k, order), TensorPiece(first_v, v)]
-        if whole.model_type in _FUSED_BY_HEAD:
+        if whole.family.fused_qkv == "by head":
             all_pieces = [
                 TensorPiece(piece.first + i * size, range(row, row + size), piece.order)
                 for i, head in enumerate(shard.heads)
@@ -172,7 +101,7 @@ def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str,
     else:
         queries: tuple[TensorPiece, ...] = (TensorPiece(0, q, order),)
         first_gate = first_v + own.num_kv_heads * size
-        has_gates_in_queries = whole.output_gate is not None and whole.model_type not in _OWN_GATES
+        has_gates_in_queries = whole.output_gate is not None and not whole.family.own_gates
         if has_gates_in_queries:  # the rows of each head's queries are followed by those of its gate
             parts = [(i * size, 2 * head * size) for i, head in enumerate(shard.heads)]
             queries = tuple(TensorPiece(to, range(row, row + size), order) for to, row in parts)
@@ -197,7 +126,7 @@ def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str,
     ):
         piece = (TensorPiece(0, kept if all_heads else range(size), order),)
         destinations[f"{tensor}.weight"] = Destination(parameter, (rows if all_heads else size,), 0, piece)
-    destinations["self_attn.sinks"] = _whole("sinks", (whole.num_heads,), shard.heads)
+    destinations["self_attn.sinks"] = whole_tensor("sinks", (whole.num_heads,), shard.heads)
     return destinations
 
 
@@ -207,22 +136,22 @@ def _latent_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[st
     whole, own, hidden = shard.whole, shard.config, shard.whole.hidden_size
     latent, rank = whole.latent, whole.q_lora_rank
     assert latent is not None
-    q_rows, q = whole.num_heads * latent.query, _scaled(shard.heads, latent.query)
+    q_rows, q = whole.num_heads * latent.query, scaled(shard.heads, latent.query)
     q_pieces = (TensorPiece(0, q, _behind(latent.qk_nope_head_dim, order)),)
     row = (TensorPiece(own.qkv_size - latent.row, range(latent.row), _behind(latent.kv_lora_rank, order)),)
-    up_rows, up = whole.num_heads * latent.up, (TensorPiece(0, _scaled(shard.heads, latent.up)),)
-    values = _scaled(shard.heads, latent.v_head_dim)
+    up_rows, up = whole.num_heads * latent.up, (TensorPiece(0, scaled(shard.heads, latent.up)),)
+    values = scaled(shard.heads, latent.v_head_dim)
     destinations = _outward("self_attn.o_proj", "out", shard, whole.num_heads * latent.v_head_dim, values) | {
         "self_attn.kv_a_proj_with_mqa.weight": Destination("qkv", (latent.row, hidden), 0, row),
-        "self_attn.kv_a_layernorm.weight": _whole("kv_a_norm", (latent.kv_lora_rank,)),
+        "self_attn.kv_a_layernorm.weight": whole_tensor("kv_a_norm", (latent.kv_lora_rank,)),
         "self_attn.kv_b_proj.weight": Destination("kv_b", (up_rows, latent.kv_lora_rank), 0, up),
     }
     if rank is None:
         destinations["self_attn.q_proj.weight"] = Destination("qkv", (q_rows, hidden), 0, q_pieces)
         return destinations
     return destinations | {
-        "self_attn.q_a_proj.weight": _whole("qkv", (rank, hidden)),
-        "self_attn.q_a_layernorm.weight": _whole("q_a_norm", (rank,)),
+        "self_attn.q_a_proj.weight": whole_tensor("qkv", (rank, hidden)),
+        "self_attn.q_a_layernorm.weight": whole_tensor("q_a_norm", (rank,)),
         "self_attn.q_b_proj.weight": Destination("q_b", (q_rows, rank), 0, q_pieces),
     }
 
@@ -230,21 +159,6 @@ def _latent_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[st
 def _behind(first: int, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """The order of a head whose first elements stay, and whose others have an order of their own."""
     return None if order is None else (*range(first), *(first + place for place in order))
-
-
-def _recurrent_destinations(shard: Shard, whole: RecurrentConfig) -> dict[str, Destination]:
-    """`_attention_destinations` of a recurrent layer."""
-    if isinstance(whole, Mamba2Config):
-        prefix, tensors = "mamba", mamba2_tensors(shard, whole)
-    elif isinstance(whole, ShortConvolutionConfig):
-        prefix, tensors = "conv", convolution_tensors(shard, whole)
-    else:
-        assert isinstance(whole, DeltaNetConfig)
-        prefix, tensors = "linear_attn", net_tensors(shard, whole)
-    return {
-        f"{prefix}.{name}": Destination(to.parameter, to.shape, to.dim, tuple(TensorPiece(*part) for part in to.parts))
-        for name, to in tensors.items()
-    }
 
 
 def _behind_heads(states: dict[str, Destination], shard: Shard) -> dict[str, Destination]:
@@ -278,7 +192,7 @@ def _mlp_destinations(
         destinations[f"{name}.up_proj.bias"] = Destination(f"{gate_up}_bias", (rows,), 0, whole)
         return destinations
     ups = range(kept.start + rows, kept.stop + rows)
-    if shard.whole.model_type in _FUSED_GATE_UP:
+    if shard.whole.family.fused_gate_up:
         pieces = TensorPiece(0, kept), TensorPiece(own_rows, ups)
         destinations[f"{name}.gate_up_proj.weight"] = Destination(gate_up, (2 * rows, hidden), 0, pieces)
         return destinations
@@ -297,7 +211,7 @@ def _outward(
     once = range(hidden if shard.rank == 0 else 0)  # only rank 0 has the bias: ranks' outputs are added up
     return {
         f"{tensor}.weight": Destination(parameter, (hidden, columns), 1, (TensorPiece(0, kept),)),
-        f"{tensor}.bias": _whole(f"{parameter}_bias", (hidden,), once),
+        f"{tensor}.bias": whole_tensor(f"{parameter}_bias", (hidden,), once),
     }
 
 
@@ -313,14 +227,14 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     destinations = _mlp_destinations(shard, shared, experts.shared_size, shard.shared_intermediate)
     if experts.is_beside_mlp:
         for name, parameter in _NORMS_BESIDE_MLP.items():
-            destinations[name] = _whole(parameter, (hidden,))
-        destinations["mlp.gate.per_expert_scale"] = _whole("expert_scales", (experts.count,))
-    destinations["mlp.shared_expert_gate.weight"] = _whole("shared_gate", (1, hidden))
-    destinations["mlp.gate.weight"] = _whole("router", (experts.count, hidden))
-    destinations["mlp.gate.bias"] = _whole("router_bias", (experts.count,))
-    destinations["mlp.gate.e_score_correction_bias"] = _whole("choice_bias", (experts.count,))
-    destinations["mlp.fc1_latent_proj.weight"] = _whole("latent_in", (width, hidden))
-    destinations["mlp.fc2_latent_proj.weight"] = _whole("latent_out", (hidden, width))
+            destinations[name] = whole_tensor(parameter, (hidden,))
+        destinations["mlp.gate.per_expert_scale"] = whole_tensor("expert_scales", (experts.count,))
+    destinations["mlp.shared_expert_gate.weight"] = whole_tensor("shared_gate", (1, hidden))
+    destinations["mlp.gate.weight"] = whole_tensor("router", (experts.count, hidden))
+    destinations["mlp.gate.bias"] = whole_tensor("router_bias", (experts.count,))
+    destinations["mlp.gate.e_score_correction_bias"] = whole_tensor("choice_bias", (experts.count,))
+    destinations["mlp.fc1_latent_proj.weight"] = whole_tensor("latent_in", (width, hidden))
+    destinations["mlp.fc2_latent_proj.weight"] = whole_tensor("latent_out", (hidden, width))
     if stacked and own.held is not None:
         return destinations | _whole_experts(experts, width, own.held, shard.whole.gated_mlps)
     if stacked:
@@ -350,56 +264,47 @@ def _whole_experts(experts: ExpertsConfig, hidden: int, held: range, is_gated: b
     count, rows = experts.count, experts.intermediate_size
     first, own_rows = ("gate_up_proj", 2 * rows) if is_gated else ("up_proj", rows)
     return {
-        f"mlp.experts.{first}": _whole("experts_gate_up", (count, own_rows, hidden), held),
-        "mlp.experts.down_proj": _whole("experts_down", (count, hidden, rows), held),
-        f"mlp.experts.{first}_bias": _whole("experts_gate_up_bias", (count, own_rows), held),
-        "mlp.experts.down_proj_bias": _whole("experts_down_bias", (count, hidden), held),
+        f"mlp.experts.{first}": whole_tensor("experts_gate_up", (count, own_rows, hidden), held),
+        "mlp.experts.down_proj": whole_tensor("experts_down", (count, hidden, rows), held),
+        f"mlp.experts.{first}_bias": whole_tensor("experts_gate_up_bias", (count, own_rows), held),
+        "mlp.experts.down_proj_bias": whole_tensor("experts_down_bias", (count, hidden), held),
     }
 
 
 def _further_destinations(shard: Shard) -> dict[str, Destination]:
     """Destinations of what a layer has besides attention, MLP and norms. All ranks have all of it."""
     inputs, hidden = shard.whole.layer_inputs, shard.whole.hidden_size
-    destinations = {"layer_scalar": _whole("scale", (1,))}
+    destinations = {"layer_scalar": whole_tensor("scale", (1,))}
     if inputs is not None:
-        destinations["per_layer_input_gate.weight"] = _whole("layer_input_gate", (inputs.size, hidden))
-        destinations["per_layer_projection.weight"] = _whole("layer_input_out", (hidden, inputs.size))
-        destinations["post_per_layer_input_norm.weight"] = _whole("layer_input_norm", (hidden,))
+        destinations["per_layer_input_gate.weight"] = whole_tensor("layer_input_gate", (inputs.size, hidden))
+        destinations["per_layer_projection.weight"] = whole_tensor("layer_input_out", (hidden, inputs.size))
+        destinations["post_per_layer_input_norm.weight"] = whole_tensor("layer_input_norm", (hidden,))
     return destinations
 
 
 def _norm_destinations(config: DecoderConfig, index: int) -> dict[str, Destination]:
+    names: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     if config.sublayers is not None:
-        names = {"norm": "input_norm" if config.has_attention(index) else "mlp_norm"}
-    elif config.model_type in _NORMS:
-        names = _NORMS[config.model_type]
+        names = ("norm",) if config.has_attention(index) else (None, None, "norm")
+    elif config.family.norms is not None:
+        names = config.family.norms
     elif config.parallel == "one norm":
-        names = {"input_layernorm": "input_norm"}
+        names = ("input_layernorm",)
     elif not config.pre_norms:
-        names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
+        names = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
     elif config.sandwich_norms:
         names = _SANDWICH_NORMS
-    else:
-        names = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
     destinations: dict[str, Destination] = {}
-    for tensor, parameter in names.items():
-        destinations |= _norm_destination(tensor, parameter, config)
+    for tensor, parameter in zip(names, _NORMS, strict=False):
+        if tensor is not None:
+            destinations |= _norm_destination(tensor, parameter, config)
     return destinations
 
 
 def _norm_destination(tensor: str, parameter: str, config: DecoderConfig) -> dict[str, Destination]:
     """Destinations of a norm's weights, and of its biases if it has any."""
-    weights = _whole(parameter, (config.hidden_size,))
+    weights = whole_tensor(parameter, (config.hidden_size,))
     if not config.layer_norms:
         return {f"{tensor}.weight": weights}
     rows = {f"{tensor}.weight": weights._replace(expert=0), f"{tensor}.bias": weights._replace(expert=1)}
     return rows if config.norm_biases else {f"{tensor}.weight": rows[f"{tensor}.weight"]}
-
-
-def _whole(parameter: str, shape: tuple[int, ...], kept: range | None = None) -> Destination:
-    """The destination of a tensor of which the first elements of a parameter are the part `kept`, by default all."""
-    return Destination(parameter, shape, 0, (TensorPiece(0, range(shape[0]) if kept is None else kept),))
-
-
-def _scaled(part: range, factor: int) -> range:
-    return range(part.start * factor, part.stop * factor)

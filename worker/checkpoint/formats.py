@@ -11,13 +11,12 @@
 | GGUF | `gguf_file.py` | blocks of integers |
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from worker.checkpoint import awq, compressed_tensors, fp8, gguf_file, gptq, modelopt, turned_experts
+from worker.checkpoint import awq, compressed_tensors, fp8, gguf_file, gptq, modelopt
 from worker.checkpoint.gpt_oss_experts import arranged
 from worker.checkpoint.safetensors_files import stored_tensors
 from worker.checkpoint.tensors import ModelTensor, StoredTensor, transposed
@@ -40,31 +39,25 @@ FORMATS: Mapping[Method, CheckpointFormat] = {
 def model_tensors(model: Path, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> list[ModelTensor]:
     """The tensors of a folder, by the names in its files, whichever format they are in. Nothing but names, shapes and
     a few small tensors are read yet. Raises ValueError if a file cannot be read, or is not as its format says."""
-    stored = stored_tensors(model)
-    if config.model_type == "gpt_oss":
+    stored, family = stored_tensors(model), config.family
+    if family.in_turns:
         return list(arranged(stored, device, dtype))
-    said = quantization_config(read_config(model))
-    format_ = quantization(config.model_type, said)
-    if config.model_type in turned_experts.FAMILIES and format_ is None:
-        return list(turned_experts.arranged(stored, config.model_type, config.hidden_size))
-    if config.model_type == "gpt2" and format_ is None:
-        return list(_turned(stored))
-    tensors = _plain(stored) if format_ is None else FORMATS[format_.method](stored, format_, device)
+    format_ = quantization(quantization_config(read_config(model)))
+    tensors = _plain(stored, config) if format_ is None else FORMATS[format_.method](stored, format_, device)
     return [*tensors, *_gguf(model)]
 
 
-def _plain(stored: list[StoredTensor]) -> Iterator[ModelTensor]:
-    for tensor in stored:
-        yield ModelTensor(tensor.name, tensor.shape, tensor.read)
-
-
-def _turned(stored: list[StoredTensor]) -> Iterator[ModelTensor]:
-    """The tensors of GPT-2, whose matrices of layers are `[in, out]`."""
+def _plain(stored: list[StoredTensor], config: DecoderConfig) -> Iterator[ModelTensor]:
     for name, shape, _, read in stored:
-        if re.search(r"\.c_(attn|proj|fc)\.weight$", name):
-            yield ModelTensor(name, shape[::-1], transposed(read))
+        if name.endswith(config.family.turned) and _is_turned(name, shape, config.hidden_size):
+            yield ModelTensor(name, (*shape[:-2], shape[-1], shape[-2]), transposed(read, len(shape)))
         else:
             yield ModelTensor(name, shape, read)
+
+
+def _is_turned(name: str, shape: tuple[int, ...], hidden_size: int) -> bool:
+    """Whether a matrix that may be `[in, out]` is: experts are where their sizes say nothing else."""
+    return len(shape) == 2 or hidden_size == shape[2 if name.endswith(".down_proj") else 1]
 
 
 def _gguf(model: Path) -> Iterator[ModelTensor]:

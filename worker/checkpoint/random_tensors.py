@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from kernels.experts.mxfp4_weight import E2M1_SIZE, GROUP
-from worker.checkpoint.destinations import Destination
+from worker.checkpoint.destination import Destination
 from worker.checkpoint.gpt_oss_experts import multiplied_out
 from worker.checkpoint.tensors import ModelTensor, cut
 from worker.models.parameters import is_norm

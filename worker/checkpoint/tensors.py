@@ -57,6 +57,7 @@ def cut(tensor: Any, dim: int, part: range) -> torch.Tensor:
     return tensor[(slice(None),) * dim + (slice(part.start, part.stop),)]
 
 
-def transposed(read: Read) -> Read:
-    """Reads parts of the transposed matrix."""
-    return lambda dim, part: read(1 - dim, part).t()
+def transposed(read: Read, dims: int = 2) -> Read:
+    """Reads parts of the transposed matrix, or of matrices `[n, out, in]`."""
+    swapped = {dims - 1: dims - 2, dims - 2: dims - 1}
+    return lambda dim, part: read(swapped.get(dim, dim), part).transpose(-1, -2)

@@ -13,7 +13,8 @@ from kernels.linear.any_linear import AnyWeight
 from kernels.linear.fp8_format import GROUP
 from kernels.linear.fp8_linear import Fp8Weight, multiplies, quantize
 from worker.checkpoint.block_parameters import BlockParameters
-from worker.checkpoint.destinations import Destination, TensorPiece, destinations
+from worker.checkpoint.destination import Destination, TensorPiece
+from worker.checkpoint.destinations import destinations
 from worker.checkpoint.formats import model_tensors
 from worker.checkpoint.fp8_parameters import Fp8Parameters
 from worker.checkpoint.mxfp4_parameters import Mxfp4Parameters
@@ -96,7 +97,8 @@ def _matched(
         wanted = destinations(shard, stacked=True)
         in_mxfp4 = config.experts is not None and config.experts.in_mxfp4
         return wanted, list(random_tensors(wanted, config.gemma_norms, in_mxfp4, device, dtype))
-    found = [tensor._replace(name=full_name(tensor.name)) for tensor in model_tensors(model, config, device, dtype)]
+    stored = model_tensors(model, config, device, dtype)
+    found = [tensor._replace(name=full_name(tensor.name, config.family)) for tensor in stored]
     of_all = (".mlp.experts.gate_up_proj", ".mlp.experts.up_proj")
     wanted = destinations(shard, any(name in tensor.name for tensor in found for name in of_all))
     tensors = [

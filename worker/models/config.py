@@ -16,8 +16,8 @@ from kernels.ops.rotary import Rope
 from worker.folders import cache_folder
 from worker.models.end_tokens import eos_token_ids as eos_token_ids
 from worker.models.experts import ExpertsConfig
-from worker.models.families import ARCHITECTURES
-from worker.models.family_rules import HfConfig, RopeRules
+from worker.models.families import family_of, text_part
+from worker.models.family import Family, HfConfig, RopeRules
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
 from worker.models.output_gate import OutputGate
@@ -32,6 +32,7 @@ class DecoderConfig:
 
     | field | meaning |
     | --- | --- |
+    | `family` | how its checkpoints are laid out; `model_type` is for messages |
     | `context_length` | the longest context that the model is made for, in tokens |
     | `windows`, `ropes` | one entry a layer; a window of None means full attention |
     | `in_chunks` | windows are chunks (`kernels.attention.interface.AttentionShape`) |
@@ -73,6 +74,7 @@ class DecoderConfig:
     """  # noqa: E501
 
     model_type: str
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -245,24 +247,10 @@ class DecoderConfig:
         )
 
 
-# Models whose text part is served by itself.
-_WITH_TEXT_PART = (
-    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "mistral3"),
-    *("gemma4_unified", "exaone4_5", "kimi_k25", "lfm2_vl", "lfm3_vl", "glm4v", "glm46v", "glm4v_moe"),
-    *("aya_vision", "cohere2_vision"),
-)
-
 # Kinds of layers that see a part of the context, by the field that says how many tokens.
 _WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 _ACTIVATION_NAMES = ("hidden_activation", "mlp_hidden_act", "hidden_act", "activation_function")
-# Fields by GPT-2's names, and by those of most families.
-_GPT2_FIELDS = {
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_layer": "num_hidden_layers",
-    "n_positions": "max_position_embeddings",
-}
 # Activations of gates, and of MLPs without a gate.
 _GATED: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _PLAIN: dict[str, Literal["gelu", "gelu_tanh", "relu2"]] = {
@@ -287,8 +275,7 @@ def read_config(model: Path) -> HfConfig:
     values = _config_values(model)
     if not values.get("quantization_config") and (said := _modelopt_config(model)) is not None:
         values |= {"quantization_config": said}
-    if values.get("model_type") in _WITH_TEXT_PART:
-        text = values["text_config"]
+    if (text := text_part(values)) is not None:
         of_all = {"tie_word_embeddings": values.get("tie_word_embeddings", text.get("tie_word_embeddings", True))}
         of_all["quantization_config"] = values.get("quantization_config") or text.get("quantization_config")
         ends = (part.get("eos_token_id") for part in (values, text))
@@ -378,22 +365,21 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
     this variant of it."""
     if not isinstance(hf, SimpleNamespace):
         hf = SimpleNamespace(**hf.to_dict())  # where layers differ, transformers refuses to say what holds for most
-    if hf.model_type == "gpt2":
-        hf = SimpleNamespace(**{_GPT2_FIELDS.get(name, name): value for name, value in vars(hf).items()})
+    family = family_of(hf.model_type)
+    hf = SimpleNamespace(**{family.fields.get(name, name): value for name, value in vars(hf).items()})
     if not hasattr(hf, "num_hidden_layers") and hasattr(hf, "layers_block_type"):  # where the number follows from it
         hf = SimpleNamespace(**vars(hf), num_hidden_layers=len(hf.layers_block_type))
-    if hf.model_type not in ARCHITECTURES:
-        raise ValueError(f"model type {hf.model_type!r} is not supported; these are: {', '.join(ARCHITECTURES)}")
     if getattr(hf, "use_bidirectional_attention", False) not in (None, False, "vision"):  # text is causal with "vision"
         raise ValueError("models with bidirectional attention are not supported")
-    quantization(hf.model_type, quantization_config(hf))  # raises for a format that is not understood
+    quantization(quantization_config(hf), family.in_turns)  # raises for a format that is not understood
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     layer_types = _layer_types(hf)
-    own = ARCHITECTURES[hf.model_type](hf)
+    own = family.config(hf)
     rules = own.pop("rope_rules", RopeRules())
     sizes: tuple[LayerSizes, ...] | None = own.get("own_sizes")
     common: dict[str, Any] = {
         "model_type": hf.model_type,
+        "family": family,
         "vocab_size": hf.vocab_size,
         "hidden_size": hf.hidden_size,
         "intermediate_size": getattr(hf, "intermediate_size", None),
@@ -402,6 +388,9 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "num_kv_heads": getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
         "head_dim": head_dim,
         "norm_eps": getattr(hf, "rms_norm_eps", None),
+        "qkv_bias": getattr(hf, "attention_bias", False),
+        "out_bias": getattr(hf, "attention_bias", False),
+        "mlp_bias": getattr(hf, "mlp_bias", False),
         "activation": _activation(hf, own.get("gated_mlps", True)),
         "context_length": hf.max_position_embeddings,
         "tied_embeddings": hf.tie_word_embeddings,

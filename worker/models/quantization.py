@@ -34,15 +34,16 @@ class Quantization:
     is_v2: bool = False
 
 
-def quantization(model_type: str, said: dict[str, Any] | None) -> Quantization | None:
-    """The format that a configuration says; None if it says none. `said`: its `quantization_config`.
+def quantization(said: dict[str, Any] | None, has_mxfp4: bool = False) -> Quantization | None:
+    """The format that a configuration says; None if it says none. `said`: its `quantization_config`. `has_mxfp4`:
+    whether the family has experts in MXFP4.
 
     Raises ValueError, with the format's name, for one that is not understood.
     """
     if not said:
         return None
     method = said.get("quant_method", "an unknown method")
-    if method == "mxfp4" and model_type == "gpt_oss":
+    if method == "mxfp4" and has_mxfp4:
         return Quantization("mxfp4", bits=4)
     known = {
         "fp8": _fp8,

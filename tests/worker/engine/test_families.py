@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.worker.conftest import COMMON, HYBRIDS, TEXT_PARTS, TINY, Sequences, randomise, without_grammars
+from tests.worker.conftest import COMMON, TEXT_PARTS, TINY, Sequences, randomise, without_grammars
+from tests.worker.covering import config_of
 from tests.worker.engines import checked_engines
 from tests.worker.references import GREEDY, answers, assert_same, batch, expected, generated, prompts, settings
 from worker.config import WorkerConfig
 from worker.executor.model_runner import ModelRunner
 
 pytestmark = pytest.mark.slow
-NAMES = [
-    name for name, (_, own) in TINY.items() if any("experts" in key for key in own) or name in ("gemma4", *HYBRIDS)
-]
+HYBRIDS = [name for name in TINY if config_of(name).recurrent is not None]  # with recurrent states
+NAMES = [name for name in TINY if config_of(name).experts is not None or name in ("gemma4", *HYBRIDS)]
 
 
 @pytest.mark.parametrize("name", NAMES)

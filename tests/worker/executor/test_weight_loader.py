@@ -234,6 +234,9 @@ def test_random_tensors_differ(bare: Path) -> None:
     assert not torch.equal(q, k) and not torch.equal(parameters["layers.0.qkv"], parameters["layers.1.qkv"])
 
 
+_MLP = "model.layers.1.mlp"
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -242,6 +245,13 @@ def test_random_tensors_differ(bare: Path) -> None:
             r"\b1 of 39 tensors: model\.layers\.1\.mlp\.up",
         ),
         (lambda tensors: tensors.update(extra=torch.ones(1)), "llama .*: extra"),
+        (  # names of other families
+            lambda tensors: tensors.update(
+                {"model.layers.1.mlp.w3.weight": tensors.pop("model.layers.1.mlp.up_proj.weight")}
+            ),
+            r"llama .*: model\.layers\.1\.mlp\.w3",
+        ),
+        (lambda tensors: tensors.update({"visual.norm.weight": torch.ones(1)}), r"llama .*: visual\.norm"),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}),
             r"model\.norm\.weight .*\(5,\).*\(48,\)",

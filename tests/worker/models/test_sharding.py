@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kernels.ops.rotary import Rope
 from kernels.recurrent.shape import StateShape
 from worker.models.config import DecoderConfig
+from worker.models.families import FAMILIES
 from worker.models.mamba2 import Mamba2Config
 from worker.models.sharding import Shard
 
@@ -17,6 +18,7 @@ from worker.models.sharding import Shard
 def make(num_heads: int, num_kv_heads: int, intermediate_size: int = 96, vocab_size: int = 260) -> DecoderConfig:
     return DecoderConfig(
         model_type="llama",
+        family=FAMILIES["llama"],
         vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=intermediate_size,
