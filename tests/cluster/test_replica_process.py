@@ -84,11 +84,12 @@ def test_a_step_that_hangs_ends_the_process_with_the_reason(looks: Callable[[int
 
 
 def run_instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Starts a process that runs `code`, with the pipe for reports as `reports`, in place of a replica."""
+    """Starts a process instead of a replica. Once it is told its settings, it runs `code`, with the pipe for reports as
+    `reports`."""
 
     def start(command: list[str], **settings: Any) -> "subprocess.Popen[bytes]":
         reports = command[3]
-        return POPEN([sys.executable, "-c", f"import os, sys; reports = {reports}\n{code}"], **settings)
+        return POPEN([sys.executable, "-c", f"import os, sys; reports = {reports}; os.read(0, 1)\n{code}"], **settings)
 
     monkeypatch.setattr(replica_process.subprocess, "Popen", start)
 
