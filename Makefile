@@ -28,8 +28,8 @@ test: env lint check-docs model  ## everything that CI runs
 	@$(BIN)/python -m tests.passed benchmarks || $(MAKE) --no-print-directory test-bench
 	@$(BIN)/python -m tests.passed rehearsals || $(MAKE) --no-print-directory rehearse
 
-quick: env  ## the tests that are quick, for the inner loop: neither Ray nor real processes, models and GPUs
-	$(PYTEST_ALL_CORES) -m "not ray and not slow and not bench and not gpu"
+quick: env  ## the tests that are quick, for the inner loop: no Ray, real processes, models and kernels
+	$(PYTEST_ALL_CORES) -m "not ray and not slow and not bench and not gpu" --ignore tests/kernels
 
 test-kernels: env  ## the kernels, in Triton's interpreter; `make test` runs them when they have changed
 	$(PYTEST_ALL_CORES) -m "not gpu" tests/kernels

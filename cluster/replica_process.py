@@ -11,6 +11,7 @@ The child has a session of its own, so signals from a terminal or a notebook rea
 when the parent dies. It starts the other ranks of the replica, and they end with it.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -93,7 +94,8 @@ class ReplicaProcess:
         self._started.wait()
         if self._process is not None:
             assert self._process.stdin is not None
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # settings that it never read are written once more
+                self._process.stdin.close()
             if not self._ready.done() or self._ready.exception() is not None:
                 self._process.kill()
             self._thread.join(END_S)
@@ -147,11 +149,9 @@ def _start(reports: int, spec: bytes) -> "subprocess.Popen[bytes]":
         start_new_session=True,
     )
     assert process.stdin is not None
-    try:
+    with contextlib.suppress(BrokenPipeError):  # it has ended already; how is told by its exit code
         process.stdin.write(spec)
         process.stdin.flush()
-    except BrokenPipeError:
-        pass  # it has ended already; how is told by its exit code
     return process
 
 

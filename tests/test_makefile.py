@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 # In place of Python: makes an environment of itself and of a server, prints what installers print, and fails as told.
 PYTHON = """\

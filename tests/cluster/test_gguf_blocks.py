@@ -20,6 +20,8 @@ from worker.messages import SamplingParams
 from worker.models.config import decoder_config, read_config
 from worker.models.sharding import Shard
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:

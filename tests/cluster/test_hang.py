@@ -77,6 +77,7 @@ asyncio.run(run())
 """
 
 
+@pytest.mark.slow
 def test_a_process_whose_loop_stands_still_ends_and_says_where() -> None:
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "lives\n")

@@ -83,12 +83,15 @@ def test_a_step_that_hangs_ends_the_process_with_the_reason(looks: Callable[[int
 # ---------------------------------------------------------------- the parent
 
 
-def run_instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Starts a process that runs `code`, with the pipe for reports as `reports`, in place of a replica."""
+def run_instead(monkeypatch: pytest.MonkeyPatch, code: str, ends_first: bool = False) -> None:
+    """Starts a process instead of a replica. It runs `code`, with the pipe for reports as `reports`. `ends_first`: it
+    ends before it is told its settings."""
 
     def start(command: list[str], **settings: Any) -> "subprocess.Popen[bytes]":
-        reports = command[3]
-        return POPEN([sys.executable, "-c", f"import os, sys; reports = {reports}\n{code}"], **settings)
+        process = POPEN([sys.executable, "-c", f"import os, sys; reports = {command[3]}\n{code}"], **settings)
+        if ends_first:
+            process.wait()
+        return process
 
     monkeypatch.setattr(replica_process.subprocess, "Popen", start)
 
@@ -120,6 +123,14 @@ def test_a_process_that_ends_says_how(code: str, says: str, monkeypatch: pytest.
     process, reason = ended(READY + code, monkeypatch)
     assert process.wait(WAIT_S) == {"address": "here"}
     assert says in reason.result(WAIT_S)
+    process.close()
+
+
+def test_a_process_that_ends_before_it_knows_its_settings_is_closed_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_instead(monkeypatch, "sys.exit(3)", ends_first=True)
+    process = ReplicaProcess(Config(), SECRET, lambda reason: None)
+    with pytest.raises(ReplicaEnded, match="exit code 3"):
+        process.wait(WAIT_S)
     process.close()
 
 

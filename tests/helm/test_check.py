@@ -36,6 +36,8 @@ from tests.helm.chart import (
 )
 from tests.helm.paper import faults
 
+pytestmark = pytest.mark.slow
+
 CheckError, check_manifests = check.CheckError, check.check_manifests
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -11,6 +11,8 @@ import yaml
 
 from tests.helm.chart import ROOT, check, cluster, container, ray_service_of, served
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs" / "KUBERNETES.md").read_text()
 BLOCKS = re.findall(r"(?:^    .+\n)+", PAGE, re.MULTILINE)
 LINES = [line for block in BLOCKS for line in re.sub(r"\\\n +", "", block).replace("    ", "").splitlines()]

@@ -34,6 +34,8 @@ from worker.structured_output.text_rules import text_rules
 from worker.structured_output.tokens import GrammarVocabulary
 from worker.structured_output.tool_calls import tool_call_rules
 
+pytestmark = pytest.mark.slow
+
 Matcher = xgrammar.GrammarMatcher | LazyMatcher
 
 # Sets of tools: nine have each way to call with each way to think once.

@@ -15,6 +15,9 @@ from shoal.lang.reasoning import split_reasoning
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096, "cpu_threads": 1}
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def backend(tiny_model: Path) -> Iterator[Any]:
     with pytest.warns(UserWarning, match="cuda_graph_max_bs, log_level"):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -84,8 +85,9 @@ def _start(spec: _RankSpec, environment: dict[str, str]) -> "subprocess.Popen[by
     limit_spinning(environment)
     process = subprocess.Popen([sys.executable, "-m", "worker.executor.launch"], stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(spec) + b"\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended already: `MultiRankExecutor` looks at its status
+        process.stdin.write(msgspec.json.encode(spec) + b"\n")
+        process.stdin.flush()
     return process
 
 

@@ -473,4 +473,5 @@ def end(process: "subprocess.Popen[bytes]", grace_s: float) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    process.stdin.close()
+    with suppress(BrokenPipeError):  # what it never read is written once more
+        process.stdin.close()

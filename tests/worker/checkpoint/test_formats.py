@@ -37,6 +37,8 @@ from worker.parallel.communicator import Communicator
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.step import Chunk, Plan
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "checkpoint_format": "gptq"}

@@ -30,6 +30,8 @@ from worker.messages import Generate, Output
 from worker.models.draft_vocabulary import check_draft_model
 from worker.step import PENDING, Plan
 
+pytestmark = pytest.mark.slow
+
 PAGE = 4
 
 

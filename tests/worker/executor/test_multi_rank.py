@@ -36,6 +36,8 @@ from worker.parallel.rank_store import find_store, open_store
 from worker.parallel.rendezvous import Rendezvous
 from worker.step import Chunk, Plan
 
+pytestmark = pytest.mark.slow
+
 ENDS_S = 60
 
 

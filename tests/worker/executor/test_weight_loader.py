@@ -27,6 +27,8 @@ from worker.parallel.communicator import Communicator
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.step import Chunk, Plan
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["llama_biased_tied", "llama_one_kv_head", "qwen3", "gemma3", "phi3", "qwen2_moe", "granitemoe", "gpt_oss"]
 NAMES += ["starcoder2"]
 

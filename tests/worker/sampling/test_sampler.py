@@ -157,6 +157,14 @@ params = st.builds(
 rows = st.tuples(params, st.lists(tokens, max_size=12), st.lists(tokens, max_size=8))
 
 
+def test_a_presence_penalty_is_for_output_alone():
+    logits = torch.zeros(VOCAB)
+    logits[3], logits[4] = 5.0, 4.5
+    penalty = greedy(presence_penalty=2.0, repetition_penalty=1.01)  # which looks at the prompt
+    assert one(penalty, logits, prompt=[3, 9]).token_id == 3
+    assert one(penalty, logits, prompt=[9], output=[3]).token_id == 4
+
+
 @pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(batch=st.lists(rows, min_size=1, max_size=5), seed=st.integers(0, 2**32 - 1))

@@ -151,6 +151,16 @@ def test_a_flood_of_names_is_forgotten_and_pushes_nobody_out(by_user: bool) -> N
     assert shares.counter(gone.tenant) == 70_000
 
 
+def test_a_new_client_begins_with_nothing_of_a_forgotten_one() -> None:
+    """Though it has the place of one among the counters."""
+    shares = FairShare()
+    for number in range(3 * MOST_IDLE_USERS):
+        visit(shares, "flood", str(number), 5)
+    assert shares.num_known < 3 * MOST_IDLE_USERS
+    new = waiting(shares, "new")
+    assert (shares.counter(new), shares.counter(new.tenant)) == (0, 0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 30_000)), max_size=600))
 def test_no_name_comes_back_with_less_than_it_had(visits: list[tuple[int, int]]) -> None:

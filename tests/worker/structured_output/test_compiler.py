@@ -19,6 +19,8 @@ from worker.structured_output.process import CompilerProcess
 from worker.structured_output.schema import schema_to_ebnf
 from worker.structured_output.serialised import serialised
 
+pytestmark = pytest.mark.slow
+
 EOS = 256
 SCHEMA = {
     "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "n": {"type": "integer"}}}},

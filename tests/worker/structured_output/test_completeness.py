@@ -13,6 +13,8 @@ from worker.messages import Grammar
 from worker.structured_output import GrammarCompiler
 from worker.structured_output.error import GrammarError
 
+pytestmark = pytest.mark.slow
+
 QUOTES = 'He said "go" to C:\\Users\\ann\\x.\n\tNext line: <b>a < b</b> & 😀 é \u2028 \u0001'
 LONG = (QUOTES + " ") * 20
 URL = "https://example.com/a%20b?q=1"

@@ -17,6 +17,8 @@ from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, CompiledText
 from worker.structured_output.grammar_store import GrammarStore, identity
 from worker.structured_output.unique_places import Place
 
+pytestmark = pytest.mark.slow
+
 EOS = 256
 A, B, C = (Grammar("choice", f'["{letter}"]') for letter in "abc")
 FOUND = CompiledText(XGRAMMAR, "é" * 500, 0.5, [], [], [])
