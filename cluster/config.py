@@ -299,10 +299,10 @@ class Config(ReplicaConfig, RouterConfig):
         replicas = sum(deployment.most_replicas for deployment in self.deployments)
         return self.routers or max(1, -(-replicas // (2 * max(1, len(self.router_hosts)))))
 
-    def to_yaml(self) -> str:
-        """The configuration as YAML, one key per line: the model, and the settings that are not the defaults, those of
-        the model and of the server first, secrets as asterisks. Of an entry of `models`, only what differs from the
-        settings next to `models`."""
+    def to_yaml(self, defaults: bool = False) -> str:
+        """The configuration as YAML, one key per line: the model, and the settings that are not the defaults (with
+        `defaults` all settings), those of the model and of the server first, secrets as asterisks. Of an entry of
+        `models`, only what differs from the settings next to `models`."""
         values = self.model_dump(mode="json", exclude={"models"})
         first = (*ReplicaConfig.__annotations__, *Config.__annotations__)
         own = {key: values.pop(key) for key in first if key in values}
@@ -310,8 +310,9 @@ class Config(ReplicaConfig, RouterConfig):
         if self.models:
             values = {key: value for key, value in values.items() if key not in OF_ONE_MODEL}
             values["models"] = [_written(entry, values) for entry in self.models]
-        default = Config.model_validate({}).model_dump(mode="json")
-        values = {key: value for key, value in values.items() if key == "model" or value != default[key]}
+        if not defaults:
+            default = Config.model_validate({}).model_dump(mode="json")
+            values = {key: value for key, value in values.items() if key == "model" or value != default[key]}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+AUTO_DTYPES: dict[str, Literal["float32", "bfloat16", "float16"]] = {"cpu": "float32", "cuda": "bfloat16"}
 DEFAULT_LORAS = 8  # adapters on the device, if no number is set and there are more
 
 
