@@ -69,15 +69,7 @@ ENVIRONMENT_OF_OTHERS = {
     "HF_TOKEN": "the hub's token, for models that ask for one",
     "PIP_INDEX_URL, PIP_EXTRA_INDEX_URL": "where pip fetches packages, and `shoal pull` a known model",
 }
-COMMANDS = (
-    "stop",
-    "chat",
-    "status",
-    "logs",
-    "pull",
-    "check-schema",
-    *(f"bench {name}" for name, (module, _) in cli.BENCHES.items() if find_spec(module)),
-)
+COMMANDS = ("stop", "chat", "status", "logs", "pull", "check-schema")
 WIDTH = 110  # columns of the commands' help
 
 
@@ -181,6 +173,9 @@ def _lines() -> Iterator[str]:
     yield "`shoal serve` takes the settings above, and `--config FILE`."
     for command in COMMANDS:
         yield from ("", f"### shoal {command}", "", "```text", *help_of(command), "```")
+    yield from ("", "### shoal bench", "", "`shoal bench NAME --help` has the options.", "")
+    benches = {name: what for name, (module, what) in cli.BENCHES.items() if find_spec(module)}
+    yield from _table(("name", "measures"), ((f"`{name}`", what) for name, what in benches.items()))
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
