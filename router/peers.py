@@ -146,4 +146,4 @@ class Peers:
                     else:
                         self._reuse.hear(message.router, message.reuse)
                 except (msgspec.DecodeError, ValueError) as error:
-                    self._odd.warning("another router told what is no message: %s", error)
+                    self._odd.warning("another router sent something other than a message: %s", error)

@@ -97,7 +97,7 @@ class PrefixReuse:
         """Counts what another router tells. Raises ValueError for registers that are none."""
         registers = np.frombuffer(reuse.registers, dtype=np.uint8)
         if registers.shape != self._distinct.registers.shape or registers.max() > RANK_BITS + 1:
-            raise ValueError(f"{len(registers)} registers of distinct pages, which are none of Shoal's")
+            raise ValueError(f"{len(registers)} registers of distinct pages: damaged, or of another version")
         self._distinct.merge(registers)
         self._others[router] = (reuse.prompt_tokens, reuse.cached_tokens, reuse.pages)
 

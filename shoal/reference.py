@@ -114,8 +114,8 @@ def _lines() -> Iterator[str]:
     yield "`--page-size`), in the `args` of the Serve application and in the Helm chart. Flags win over the file."
     yield "An unknown name or a wrong value is an error. A change of `args` makes Serve restart everything. A"
     yield "change of `num_replicas` of its deployments `Replica` and `Router` restarts nothing: set the numbers of"
-    yield "both there. With several models, each has a deployment `Replica-NAME`, in which every sign of the name"
-    yield "that is no letter, digit, `_`, `.` or `-` is a `-`."
+    yield "both there. With several models, each has a deployment `Replica-NAME`; signs of the name other than letters,"
+    yield "digits, `_`, `.` and `-` become `-` there."
     yield ""
     also = ", ".join(f"`{name}`" for name in OTHER_SETTINGS)
     yield f"`shoal.Engine` takes the settings of a replica, and {also}, as keyword arguments."
