@@ -547,8 +547,8 @@ def _failure(overview: ApplicationStatusOverview | None) -> str | None:
 
 
 def derived(config: DeploymentConfig, loads: Sequence[Mapping[str, Any]]) -> str:
-    """What follows from a model's settings and the machine, for people: `2 replicas on cpu, float32, 4,096 KV tokens
-    each, 3 threads a rank`. `loads`: of its replicas, as `/state` has them."""
+    """The values that follow from a model's settings and the machine, for people: `2 replicas on cpu, float32, 4,096 KV
+    tokens each, 3 threads a rank`. `loads`: of its replicas, as `/state` has them."""
     parts = [f"{config.replicas} replica{'s' * (config.replicas != 1)} on {config.device}"]
     parts.append(AUTO_DTYPES.get(config.device, "auto") if config.dtype == "auto" else config.dtype)
     if tokens := [load["kv_tokens_total"] for load in loads]:
