@@ -216,9 +216,7 @@ class Config(ReplicaConfig, RouterConfig):
         None,
         description="the Ray cluster to join: host:port, or auto; by default Ray is started on this machine",
     )
-    cpus_per_router: float = Field(
-        1.0, gt=0, description="CPUs that are kept free of replicas for each router"
-    )
+    cpus_per_router: float = Field(1.0, gt=0, description="CPUs that are kept free of replicas for each router")
     health_check_period_s: float = Field(
         0.5,
         ge=0.1,

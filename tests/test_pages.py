@@ -1,6 +1,7 @@
 """Pages written by hand: their links lead somewhere, what they name is there, and they stay short."""
 
 import ast
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -22,9 +23,12 @@ MAX_CELL_WORDS = 30  # of MECHANISMS
 PARTS = {
     path.name for room in (*ROOMS, "tests") for path in (ROOT / room).rglob("*") if "__pycache__" not in path.parts
 }
-# Private parts of other packages.
+# Private parts of other packages, imported or called.
+PACKAGES = r"(?:ray|torch|transformers|xgrammar|flashinfer|numba)"
 PRIVATE = re.compile(
-    r"^(?:ray|torch|transformers|xgrammar|flashinfer|numba|vllm)\b.*(?:\._|\bgguf_pytorch_utils|\.jit\b)|^_get_"
+    rf"^ *(?:from|import) {PACKAGES}\b(?:\S*(?:\._|\.jit\b|_gguf_)|[\w.]* import .*\b_[a-z]\w*)"
+    rf"|\b{PACKAGES}(?:\.\w+)*\._[a-zA-Z]\w*",
+    re.MULTILINE,
 )
 # Names in documentation that stand for something else.
 OF_OTHERS = re.compile(
@@ -68,6 +72,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert wrong == []
 
 
+def test_pages_that_the_code_names_are_there() -> None:
+    kinds = {".py", ".yaml", ".tpl"}
+    files = [path for room in ROOMS for path in (ROOT / room).rglob("*") if path.suffix in kinds]
+    named = {(ids(path), name) for path in files for name in re.findall(r"docs/[A-Z_]+\.md", path.read_text())}
+    assert len(named) > 8
+    assert {where for where in named if not (ROOT / where[1]).exists()} == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_files_and_folders_that_are_named_are_there(page: Path) -> None:
     """From the root, from the page's folder, or, without a folder, anywhere."""
@@ -91,30 +103,45 @@ def test_results_and_methods_that_are_named_are_there(page: Path) -> None:
             stem = name.removesuffix("*").rstrip(".")
             if not any(result.startswith(stem) for result in results) and f"| {stem}" not in figures:
                 wrong.append(name)
-    classes = members()
     for owner, member in re.findall(r"`([A-Z]\w+)\.(\w+)`", page.read_text()):
-        if owner in classes and member not in classes[owner]:
+        known = members(owner)
+        if known is not None and member not in known:
             wrong.append(f"{owner}.{member}")
     assert wrong == []
 
 
 @cache
-def members() -> dict[str, set[str]]:
-    """Names within the classes of the product, those that methods set included."""
-    found: dict[str, set[str]] = {}
-    for room in ROOMS[:-1]:
-        for path in (ROOT / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef):
-                    own = found.setdefault(node.name, set())
-                    for inner in ast.walk(node):
-                        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
-                            own.add(inner.name)
-                        elif isinstance(inner, ast.Attribute):
-                            own.add(inner.attr)
-                        elif isinstance(inner, ast.Name):
-                            own.add(inner.id)
-    return found
+def members(owner: str) -> set[str] | None:
+    """Names within a class of the product; None if there is none of that name."""
+    for text in sources().values():
+        if f"class {owner}" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and node.name == owner:
+                inner = list(ast.walk(node))
+                functions = {it.name for it in inner if isinstance(it, ast.FunctionDef | ast.AsyncFunctionDef)}
+                attributes = {it.attr for it in inner if isinstance(it, ast.Attribute)}
+                return functions | attributes | {it.id for it in inner if isinstance(it, ast.Name)}
+    return None
+
+
+@cache
+def sources() -> dict[str, str]:
+    """The product's modules."""
+    rooms = ROOMS[: ROOMS.index("bench")]
+    return {ids(path): path.read_text() for room in rooms for path in sorted((ROOT / room).rglob("*.py"))}
+
+
+def test_the_figures_of_the_readme_were_measured() -> None:
+    """Each number is in the file that stands next to it: as it is, in percent, or in thousandths."""
+    figures = [row for row in rows(ROOT / "README.md") if len(row) == 4]
+    assert len(figures) == 5
+    for _, value, command, file in figures:
+        result = json.loads((ROOT / "bench" / "results" / file.strip("`")).read_text())
+        measured = [figure["value"] * scale for figure in result["figures"] for scale in (1, 100, 1000)]
+        for number in re.findall(r"[\d,]*\d(?:\.\d+)?", value):
+            assert any(float(number.replace(",", "")) == pytest.approx(it, rel=0.01) for it in measured), number
+        assert re.match("`shoal bench ", command)
 
 
 def test_pages_stay_short() -> None:
@@ -135,28 +162,20 @@ def test_the_glossary_is_in_order() -> None:
 
 
 def test_every_family_is_in_the_table_of_models() -> None:
-    from worker.models.families import FAMILIES  # imports torch
-
     page = (ROOT / "docs" / "MODELS.md").read_text().split("## What is served")[1].split("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in page.splitlines() if row.startswith("|"))))
-    assert FAMILIES.keys() - named == set()
+    families = set()
+    for name, text in sources().items():
+        if name.startswith("worker/models/families/"):
+            for node in ast.parse(text).body:
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAMILIES":
+                    families |= {key.value for key in getattr(node.value, "keys", []) if isinstance(key, ast.Constant)}
+    assert len(families) > 60
+    assert families - named == set()
 
 
 def test_private_parts_of_dependencies_are_on_the_page_about_upgrades() -> None:
     page = (ROOT / "docs" / "UPGRADING.md").read_text()
-    users = set()
-    for room in ("shoal", "cluster", "router", "worker", "pipeline", "radix", "kernels"):
-        for path in (ROOT / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom):
-                    names = [f"{node.module}.{alias.name}" for alias in node.names]
-                elif isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
-                elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-                    names = [ast.unparse(node)]
-                else:
-                    continue
-                if any(PRIVATE.search(name) for name in names):
-                    users.add(ids(path))
+    users = {name for name, text in sources().items() if PRIVATE.search(text)}
     assert len(users) > 8
     assert {name for name in users if f"`{name}`" not in page} == set()
