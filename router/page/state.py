@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from router.metrics import values
+from router.metrics.metrics import values
 from router.models import Models
 from router.service import Service
 from worker.messages import ReplicaLoad
