@@ -51,7 +51,7 @@ class ModelState(msgspec.Struct, kw_only=True):
     | --- | --- |
     | `wanted` | how many replicas there should be; without autoscaling 0 if that is not known |
     | `scaled_for` | why autoscaling changed that number last, as `shoal_replicas_wanted_because` has it; null without |
-    | `hit_rate`, `hit_ceiling` | part of the prompts' tokens that was cached, and the most that it could be |
+    | `hit_rate` | part of the prompts' tokens that was cached; null before the first |
     | `ended` | sequences, by how they ended |
     | `resumed` | sequences that went on elsewhere, by reason |
     | `taken_out` | how many times a replica got no more requests, by reason |
@@ -61,7 +61,6 @@ class ModelState(msgspec.Struct, kw_only=True):
     wanted: int
     scaled_for: str | None
     hit_rate: float | None
-    hit_ceiling: float | None
     ended: dict[str, int]
     resumed: dict[str, int]
     taken_out: dict[str, int]
@@ -117,8 +116,7 @@ async def _model_state(models: Models, service: Service) -> ModelState:
         name=name,
         wanted=int(values(models.metrics.wanted).get((name,), 0)),
         scaled_for=metrics.scaled_for,
-        hit_rate=metrics.reuse.hit_rate,
-        hit_ceiling=metrics.reuse.ceiling,
+        hit_rate=metrics.hit_rate,
         ended=_of_model(values(models.metrics.sequences), name),
         resumed=_of_model(values(models.metrics.resumed), name),
         taken_out=_of_model(values(models.metrics.taken_out), name),
