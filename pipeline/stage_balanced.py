@@ -21,9 +21,8 @@ class StageBalanced(Uniform):
        enough, only S are in flight (`_holding_a_wave`). A partial wave wastes more than stages lose by waiting for
        links. The fewer the stages, the larger the difference between the two times.
 
-    Attention counts in the cost per token of prompts, since it makes large micro-batches unequal. While little waits,
-    it is spread over `ROUNDS` rounds of the pipeline, so that sizes follow the load instead of jumping with each
-    arrival. Chunks stay large enough that a stage does not mostly read its weights (`FAR`).
+    Attention counts in the cost per token of prompts, since it makes large micro-batches unequal. What waits is spread
+    over the stages. Chunks stay large enough that a stage does not mostly read its weights (`FAR`).
 
     Without prompts, decodes are shared among as many micro-batches as make the round shortest, such that the costliest
     of these costs the least (`EvenDecodes`).
@@ -35,7 +34,6 @@ class StageBalanced(Uniform):
     """
 
     LEAD_S = 0.003  # with jitter and outliers, 70B in four stages: TTFT P50 +10%, P99 +5%; without them, less than 1%
-    ROUNDS = 2  # one round: TTFT P50 -2 to +4% by load, one point more bubble
 
     def __init__(self, settings: PolicySettings) -> None:
         super().__init__(settings)
@@ -90,7 +88,7 @@ class StageBalanced(Uniform):
         return self._most_tokens
 
     def _share(self, waiting: int) -> int:
-        return -(-waiting // (self.ROUNDS * self.settings.stages))
+        return -(-waiting // self.settings.stages)
 
     def _holding_a_wave(self, view: SchedulerView) -> int:
         """`most_in_flight`, or one less where only that leaves each micro-batch the time for a `WAVE` of tokens. Always

@@ -43,7 +43,6 @@ MECHANISMS: dict[str, tuple[type, str, Any]] = {
     "pages": (Uniform, "SHRINK", 0.0),
     "margin": (Uniform, "finished", lambda self, gap_s: None),
     "even_decodes": (EvenDecodes, "_share", lambda self, contexts: -(-len(contexts) // self._unbuilt)),
-    "clock": (CostModel, "_follow_clock", lambda self, seconds, row: None),
     "far_off": (CostModel, "_is_far_off", lambda self: False),
 }
 SHOWN = {
