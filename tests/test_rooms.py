@@ -27,7 +27,7 @@ ALLOWED = {
         "router.text", "router.fleet", "router.metrics", "router.replicas", "router.streaming", "router.access",
         "router.http", "router.prepare", "router.endpoints", "router.page",
     },
-    "router.wire": set(),
+    "router.wire": {"worker.messages"},
     "router.chat": set(),
     "router.formats": {"router.chat"},
     "router.text": {"router.wire", "router.chat", "router.formats", "worker.messages"},
@@ -48,7 +48,7 @@ ALLOWED = {
         "router.wire", "router.chat", "router.formats", "router.text", "router.config", "router.programs",
         "router.http.body", "worker.messages",
     },
-    "router.page": {"router.metrics", "router.service", "router.models", "router.openapi", "worker.messages"},
+    "router.page": {"router.wire", "router.metrics", "router.service", "router.models", "router.openapi"},
     "router.endpoints": {
         "router.wire", "router.chat", "router.formats.format", "router.text", "router.streaming", "router.access",
         "router.prepare", "router.programs", "router.service", "router.generation", "router.models", "router.openapi",
@@ -218,6 +218,23 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         TopologicalSorter(arrows).prepare()
     except CycleError as error:
         raise AssertionError(f"modules import each other: {error.args[1]}") from None
+
+
+def layer(module: str) -> str:
+    """A folder without further ones is one layer; each file of another folder is one."""
+    own = folder(module)
+    return module if any(name.startswith(f"{own}.") for name in ALLOWED) else own
+
+
+def test_no_folder_imports_itself_by_way_of_others() -> None:
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for module, path in MODULES.items():
+        if path.name != "__init__.py":
+            arrows[layer(module)] |= {layer(name) for name in imported(path)} - {layer(module)}
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        raise AssertionError(f"folders import each other: {error.args[1]}") from None
 
 
 def test_no_test_module_imports_another() -> None:

@@ -15,9 +15,8 @@ from router.programs import BranchText
 from router.text.tokenizer import Tokenizer
 from router.wire.errors import ApiError
 from router.wire.requests import ChoicesRequest
+from tests.router.conftest import CONTEXT, byte_level_backend
 from worker.messages import Failure, TokenLogprobs
-
-from .conftest import CONTEXT, byte_level_backend
 
 TEXT = st.text("hel loé🦊\n", max_size=12)
 

@@ -14,9 +14,8 @@ from tokenizers import processors
 from router.config import RouterConfig
 from router.prepare.pooling import Pooling
 from router.text.tokenizer import Tokenizer
+from tests.router.conftest import CONTEXT, FakeReplica, Stack, byte_level_backend
 from worker.messages import Failure, Generate, Output
-
-from .conftest import CONTEXT, FakeReplica, Stack, byte_level_backend
 
 SIZE = 4
 

@@ -13,9 +13,8 @@ from router.endpoints.embeddings.rerank import rerank_texts, score_texts
 from router.endpoints.embeddings.scoring import scoring_job
 from router.prepare.pooling import Pooling
 from router.wire.requests import RerankRequest, ScoreRequest
+from tests.router.conftest import CONTEXT, FakeReplica, Stack
 from worker.messages import Generate, Output, TokenLogprobs
-
-from .conftest import CONTEXT, FakeReplica, Stack
 
 PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "

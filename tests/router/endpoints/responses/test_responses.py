@@ -20,10 +20,9 @@ from router.endpoints.responses.runs import READERS
 from router.endpoints.responses.store import FILE, ResponseStore
 from router.text.tokenizer import Tokenizer
 from tests.router.endpoints.thinking import CALL, THOUGHT
+from tests.server.bodies import damaged_anywhere
 from worker.client_turns import ClientTurns
 from worker.messages import Generate
-
-from ...server.bodies import damaged_anywhere
 
 WEATHER: dict[str, Any] = {
     "type": "function",
