@@ -18,10 +18,10 @@ from worker.structured_output.compiling.answer_verdict import AnswerToCheck, Ans
 from worker.structured_output.compiling.process import CompilerProcess
 
 VOCAB_SIZE = 257
-# In place of `python -m worker.structured_output`: also compiles Python, to whatever that gives.
+# In place of `python -m worker.structured_output.compiling`: also compiles Python, to whatever that gives.
 COMPILES_PYTHON = """
 import os, time
-from worker.structured_output import __main__ as main
+from worker.structured_output.compiling import __main__ as main
 
 class Compilation(main.Compilation):
     def run(self, kind, text, *after, **strict):
