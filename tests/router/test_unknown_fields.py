@@ -187,7 +187,7 @@ def test_what_hosted_tools_have_done_is_left_out_of_a_history() -> None:
     assert messages_conversation(request).messages[1] == Message("assistant", "Yes.")
 
 
-@pytest.mark.parametrize("kind", ["custom", "local_shell", "computer_use_preview", "apply_patch", "web_searching"])
+@pytest.mark.parametrize("kind", ["local_shell", "computer_use_preview", "apply_patch", "web_searching"])
 def test_tools_that_the_client_would_run_are_refused(kind: str) -> None:
     request, names = passed_over(ResponsesRequest, {"input": "x", "tools": [{"type": kind, "name": "x"}]})
     with pytest.raises(ApiError) as caught:
