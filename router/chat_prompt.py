@@ -9,7 +9,7 @@ from typing import Any
 from router.billing import without_billing
 from router.chat_template import TemplateError
 from router.conversation import Conversation, Message, Tool
-from router.fitted_messages import fitted, tell
+from router.fitted_messages import fitted, repaired
 from router.formats.format import OutputFormat
 from router.formats.past_arguments import past_arguments
 from router.tokenizer import Tokenizer
@@ -155,7 +155,7 @@ def _object(arguments: str) -> Any:
     """The arguments of a past call."""
     read, is_whole = past_arguments(arguments)
     if not is_whole:
-        tell("arguments of a past call are no JSON object: the model gets what can be read of them")
+        repaired("arguments", "arguments of a past call are no JSON object: the model gets what can be read of them")
     return read
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
+from router import request_log
 from router.chat_template import TemplateError
 from router.conversation import Message
 
@@ -41,7 +42,7 @@ def fitted(messages: Sequence[Message], render: Render) -> str:
         except TemplateError:
             continue
         if refusal is not None or not _loses(messages, found):
-            tell(f"the chat template does not take messages as they come: {done}")
+            repaired("messages", f"the chat template does not take messages as they come: {done}")
             return found
     if refusal is not None:
         raise refusal
@@ -107,7 +108,14 @@ def _joined(messages: Sequence[Message]) -> str:
     return "\n\n".join(message.text for message in messages if message.text)
 
 
+def repaired(part: str, what: str) -> None:
+    """Names what goes to the model in another form than it was sent: the answer's header has `part`, the log `what`."""
+    _tell(what)
+    if (request := request_log.current()) is not None:
+        request.repaired_part(part)
+
+
 @cache
-def tell(what: str) -> None:
+def _tell(what: str) -> None:
     """Warns, once in a process."""
     log.warning("%s", what)

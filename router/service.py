@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import copy
 import itertools
 import logging
@@ -262,7 +263,7 @@ class Service:
         first, raises ClientGone, and what has not begun is dropped."""
         threads, client = self._threads(num_bytes), claimant(request)
         at_once = threads is self._texts and threads.has_room(client)  # and soon over
-        done = threads.run(client, work, *arguments)
+        done = threads.run(client, contextvars.copy_context().run, work, *arguments)
         return await (done if at_once else unless_gone(request.scope, request.receive, done))
 
     def _threads(self, num_bytes: int) -> ClientTurns:

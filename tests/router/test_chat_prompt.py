@@ -90,7 +90,7 @@ def model(byte_level_tokenizer_maker: Callable[[], tokenizers.Tokenizer]) -> Cal
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    fitted_messages.tell.cache_clear()
+    fitted_messages._tell.cache_clear()
     caplog.set_level(logging.WARNING)
     return lambda: [record.message for record in caplog.records]
 
