@@ -1,4 +1,4 @@
-"""Repairs of what clients send, before the model gets it: the log names each once, and so does the answer of its request."""
+"""Repairs of what clients send, before the model gets it. The log names each once, and so does the request's answer."""
 
 import logging
 from collections.abc import Callable, Iterator

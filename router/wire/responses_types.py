@@ -121,7 +121,7 @@ class SentOutput(Lenient, frozen=True, kw_only=True, tag_field="type", tag="func
     """The result of a call."""
 
     call_id: NonEmpty
-    output: Content
+    output: Content | None
     id: str | None = None
     name: str | None = None
     status: ItemStatus | None = None
@@ -145,7 +145,7 @@ class SentCustomOutput(Lenient, frozen=True, kw_only=True, tag_field="type", tag
     """The result of a call of a custom tool."""
 
     call_id: NonEmpty
-    output: Content
+    output: Content | None
     id: str | None = None
     name: str | None = None
     status: ItemStatus | None = None

@@ -216,7 +216,7 @@ def read_messages(items: Iterable[tuple[str, Item]]) -> tuple[Message, ...]:
                 else:
                     made.append(Message("assistant", calls=(call,)))
             case SentOutput(call_id=call_id, output=output) | SentCustomOutput(call_id=call_id, output=output):
-                text = _text(output, f"{path}.output")
+                text = _text(output or "", f"{path}.output")
                 named = qualified(item.name, item.namespace) if item.name else None
                 made.append(Message("tool", text, call_id=call_id, name=tool_names.get(call_id) or named))
             case ItemReference():

@@ -202,6 +202,32 @@ def read(*messages: dict[str, Any]) -> tuple[Message, ...]:
     return chat_conversation(passed_over(ChatRequest, {"messages": [USER, *messages]})[0]).messages[1:]
 
 
+def test_calls_without_ids_have_their_results_in_their_order() -> None:
+    calls = [
+        {"id": each, "function": {"name": name, "arguments": "{}"}}
+        for each, name in ((None, "f"), ("", "g"), ("c", "h"))
+    ]
+    first, *results = read(
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "tool_call_id": None, "content": "2"},
+    )
+    assert len({call.id for call in first.calls}) == 3 and all(call.id for call in first.calls)
+    ids = {call.name: call.id for call in first.calls}
+    assert [(each.name, each.call_id) for each in results] == [(name, ids[name]) for name in "hfg"]
+    with pytest.raises(ApiError) as caught:
+        read({"role": "assistant", "tool_calls": calls[:1]}, *[{"role": "tool", "content": "1"}] * 2)
+    assert caught.value.param == "messages[3].tool_call_id"
+
+
+@pytest.mark.parametrize("kind", ["function_call_output", "custom_tool_call_output"])
+def test_a_call_may_have_no_output(kind: str) -> None:
+    items = [{"type": "function_call", "call_id": "c", "name": "f"}, {"type": kind, "call_id": "c", "output": None}]
+    request, names = passed_over(ResponsesRequest, {"input": items})
+    assert responses_conversation(Asked(request, passed_over=names)).messages[-1].text == ""
+
+
 @pytest.mark.parametrize(
     ("answer", "read_as"),
     [
