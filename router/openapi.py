@@ -16,6 +16,7 @@ _TYPES = (
     responses_types.ResponsesRequest,
     *responses_types.ITEMS,
     responses_types.SentTool,
+    responses_types.SentCustomTool,
     responses_types.SentNamespace,
     requests.ChoicesRequest,
     requests.EmbeddingsRequest,
@@ -98,7 +99,7 @@ def schemas(models: list[str], vocab_size: int, max_priority: int, is_needed: bo
     (items,) = (way for way in asked["input"]["anyOf"] if way["type"] == "array")
     items["items"] = {"anyOf": [reference(item.__name__) for item in responses_types.ITEMS]}
     (tools,) = (way for way in asked["tools"]["anyOf"] if way["type"] == "array")
-    tools["items"] = {"anyOf": [reference("SentTool"), reference("SentNamespace")]}
+    tools["items"] = {"anyOf": [reference(name) for name in ("SentTool", "SentCustomTool", "SentNamespace")]}
     text = {"type": "string"}
     token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "title": requests.TOKEN_ID}, "minItems": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, token_ids)]

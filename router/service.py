@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import copy
 import itertools
 import logging
@@ -18,6 +19,7 @@ from radix.salt import salted
 from router.access.auth import claimant
 from router.access.key_file import ANYBODY, ApiClient
 from router.access.rate_limits import Ticket
+from router.chat.repairs import telling
 from router.config import ModelConfig
 from router.fleet.demand import Demand, Sleep
 from router.fleet.fleet import Fleet, ReplicaView
@@ -262,7 +264,9 @@ class Service:
         first, raises ClientGone, and what has not begun is dropped."""
         threads, client = self._threads(num_bytes), claimant(request)
         at_once = threads is self._texts and threads.has_room(client)  # and soon over
-        done = threads.run(client, work, *arguments)
+        told = request_log.current()
+        with telling(None if told is None else told.repaired_part):
+            done = threads.run(client, contextvars.copy_context().run, work, *arguments)
         return await (done if at_once else unless_gone(request.scope, request.receive, done))
 
     def _threads(self, num_bytes: int) -> ClientTurns:

@@ -41,13 +41,15 @@ class Message:
 @dataclass(frozen=True)
 class Tool:
     """A function that the model may call. `parameters`: a JSON schema of an object; `strict`: calls must be valid.
-    `namespace`: the name that the client has for a group of tools, which `name` begins with."""
+    `namespace`: the name that the client has for a group of tools, which `name` begins with. `is_custom`: the client
+    wants one text instead of arguments."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
     namespace: str | None = None
+    is_custom: bool = False
 
     @property
     def own_name(self) -> str:

@@ -4,15 +4,12 @@ Clients send several system messages, and some in the middle; several messages o
 right after a tool's result. Many templates take all of that. Those that refuse get the same words in another form.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 
 from router.chat.chat_template import TemplateError
 from router.chat.conversation import Message
-
-log = logging.getLogger(__name__)
+from router.chat.repairs import repaired
 
 Render = Callable[[Sequence[Message]], str]
 
@@ -41,7 +38,7 @@ def fitted(messages: Sequence[Message], render: Render) -> str:
         except TemplateError:
             continue
         if refusal is not None or not _loses(messages, found):
-            tell(f"the chat template does not take messages as they come: {done}")
+            repaired("messages", f"the chat template does not take messages as they come: {done}")
             return found
     if refusal is not None:
         raise refusal
@@ -105,9 +102,3 @@ _FITS = (
 
 def _joined(messages: Sequence[Message]) -> str:
     return "\n\n".join(message.text for message in messages if message.text)
-
-
-@cache
-def tell(what: str) -> None:
-    """Warns, once in a process."""
-    log.warning("%s", what)

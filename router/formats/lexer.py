@@ -8,7 +8,8 @@
 - The deltas, joined, depend only on the text and its marks, never on where the text is cut.
 - White space alone between thinking, calls and the end is markup, and is dropped. So are the lines' ends at both ends
   of thinking, and those before the text that follows it.
-- Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer.
+- Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer. A token that
+  ends thinking where there is none is no text either.
 - A call may begin in thinking, and then ends it, if the marker is a token.
 - A call without markers may be of any tool where it begins the answer, and elsewhere of a known tool only. So may one
   outside a section, if its own marker tells it from text; the end of a section that did not begin is dropped.
@@ -151,6 +152,8 @@ class Lexer:
         """Markers that end the text here."""
         tools, thinking = self._tools, self._thinking
         marks = [*tools.begins, *(thinking.text_marks if thinking is not None else ())]
+        if thinking is not None and thinking.end in self._reader.format.bound_markers:
+            marks.append(thinking.end)
         if thinking is not None and (self._is_first or thinking.begin in self._reader.format.bound_markers):
             marks.append(thinking.begin)
         if self._in_section:
@@ -171,9 +174,11 @@ class Lexer:
             self._reader.open_thinking(None if before is None else before + 1)
             yield from self._think(thinking)
             return True
-        if thinking is not None and marker in thinking.text_marks:
+        if thinking is not None and marker in (thinking.end, *thinking.text_marks):
             source.at += len(marker)
             source.release()
+            if marker == thinking.end and self._is_first:
+                yield from source.newlines()
             return True
         if self._in_section and marker in tools.ends:
             source.at += len(marker)

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 REFUSALS = (429, 503)
 IGNORED = "X-Shoal-Ignored"
+REPAIRED = "X-Shoal-Repaired"
 MOST_NAMED = 20  # names in a header
 MOST_NAME = 100  # characters
 MOST_LOGGED = 1000  # names that a process remembers
@@ -41,7 +42,8 @@ class Observed:
     | `ticket` | the client's; a route that limits count sets it. Answers have its headers, and it ends with them |
     | `passed_over` | names of what the request has and this server passes over; `Models` makes it |
 
-    The answer names what is passed over in its header X-Shoal-Ignored, the log when it comes for the first time.
+    The answer names what is passed over in its header X-Shoal-Ignored, the log when it comes for the first time. What
+    of the history goes to the model in another form is in X-Shoal-Repaired.
 
     The request's `RequestLog` is written when it has ended, or by the runner of a request that goes on.
 
@@ -73,7 +75,9 @@ class Observed:
                 told.client = "" if ticket is None else ticket.client.name
                 limits = [] if ticket is None else [(k.encode(), v.encode()) for k, v in ticket.headers().items()]
                 passed_over = self._told(state.get("passed_over"))
-                message = {**message, "headers": [*message.get("headers", ()), *header, *limits, *passed_over]}
+                repaired = [(REPAIRED.lower().encode(), ", ".join(told.repaired).encode())] if told.repaired else []
+                added = [*header, *limits, *passed_over, *repaired]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
                 route = scope.get("route")
                 path = "unknown" if route is None else route.path
                 model = told.model = state.get("model", "")

@@ -33,6 +33,7 @@ class RequestLog:
     | `finish_reasons` | of its sequences, each once |
     | `replicas` | to which they were sent, each once |
     | `resumed` | times that a sequence went on after it was cut off |
+    | `repaired` | what of its history goes to the model in another form than it was sent, each once |
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class RequestLog:
     finish_reasons: list[str] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     resumed: int = 0
+    repaired: list[str] = field(default_factory=list)
 
     def began(self, replica_id: str) -> None:
         """A sequence was sent to a replica."""
@@ -69,6 +71,11 @@ class RequestLog:
         if finish_reason not in self.finish_reasons:
             self.finish_reasons.append(finish_reason)
 
+    def repaired_part(self, name: str) -> None:
+        """A part of its history was repaired."""
+        if name not in self.repaired:
+            self.repaired.append(name)
+
     def fields(self) -> dict[str, str | int | float]:
         """The fields that are known, by the names that lines of the log have."""
         known: dict[str, str | int | float] = {"request_id": self.request_id}
@@ -81,6 +88,8 @@ class RequestLog:
                 known[name] = round(seconds, 4)
         if self.resumed:
             known["resumed"] = self.resumed
+        if self.repaired:
+            known["repaired"] = ",".join(self.repaired)
         return known | {"total_s": round(perf_counter() - self.arrived, 4)}
 
     def write(self) -> None:

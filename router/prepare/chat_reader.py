@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from router.chat.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice, arguments_text
 from router.wire.errors import ApiError, invalid
 from router.wire.requests import (
@@ -112,10 +114,16 @@ def read_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
     """The messages. Raises ApiError."""
     read: list[Message] = []
     tool_names: dict[str, str] = {}  # by the id of a call
+    waiting: list[str] = []  # calls without results
     for number, message in enumerate(messages):
         path = f"messages[{number}]"
+        if message.role == "tool" and message.tool_call_id is None and waiting:
+            message = msgspec.structs.replace(message, tool_call_id=waiting[0])
         read.append(_message(message, path, tool_names))
         tool_names |= {call.id: call.name for call in read[-1].calls}
+        waiting += [call.id for call in read[-1].calls]
+        if read[-1].call_id in waiting:
+            waiting.remove(read[-1].call_id)
     return tuple(read)
 
 
@@ -174,8 +182,8 @@ def _message(message: ChatMessage, path: str, tool_names: dict[str, str]) -> Mes
     if message.tool_call_id is not None:
         raise invalid("Only a message of role 'tool' has 'tool_call_id'.", f"{path}.tool_call_id")
     calls = tuple(
-        ToolCall(call.id, call.function.name, arguments_text(call.function.arguments))
-        for call in message.tool_calls or ()
+        ToolCall(call.id or f"call_{len(tool_names) + n}", call.function.name, arguments_text(call.function.arguments))
+        for n, call in enumerate(message.tool_calls or ())
     )
     if message.function_call is not None:
         function = message.function_call

@@ -9,7 +9,8 @@ from typing import Any
 from router.chat.billing import without_billing
 from router.chat.chat_template import TemplateError
 from router.chat.conversation import Conversation, Message, Tool
-from router.chat.fitted_messages import fitted, tell
+from router.chat.fitted_messages import fitted
+from router.chat.repairs import repaired
 from router.formats.format import OutputFormat
 from router.formats.past_arguments import past_arguments
 from router.text.tokenizer import Tokenizer
@@ -155,7 +156,7 @@ def _object(arguments: str) -> Any:
     """The arguments of a past call."""
     read, is_whole = past_arguments(arguments)
     if not is_whole:
-        tell("arguments of a past call are not a JSON object: the model gets what can be read of them")
+        repaired("arguments", "arguments of a past call are not a JSON object: the model gets what can be read of them")
     return read
 
 

@@ -452,7 +452,7 @@ class FunctionCall(Lenient, frozen=True):
 class ToolCallOfMessage(Lenient, frozen=True, kw_only=True):
     """A call in an assistant's message."""
 
-    id: str
+    id: Annotated[str | None, Meta(description="results without an id belong to calls in their order")] = None
     function: FunctionCall
     type: Literal["function"] | None = None
     index: int | None = None  # clients that joined a stream's chunks leave it in

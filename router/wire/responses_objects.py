@@ -53,7 +53,16 @@ class CallItem(AnswerItem, kw_only=True, tag="function_call"):
     arguments: str = ""
 
 
-OutputItem = ReasoningItem | MessageItem | CallItem
+class CustomCallItem(AnswerItem, kw_only=True, tag="custom_tool_call"):
+    """A call of a custom tool, with its text."""
+
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str = ""
+
+
+OutputItem = ReasoningItem | MessageItem | CallItem | CustomCallItem
 
 
 # ---------------------------------------------------------------- the response
@@ -245,6 +254,14 @@ class ArgumentsAdded(_InItem, kw_only=True, tag="response.function_call_argument
 class ArgumentsDone(_InItem, kw_only=True, tag="response.function_call_arguments.done"):
     arguments: str
     name: str
+
+
+class InputAdded(_InItem, kw_only=True, tag="response.custom_tool_call_input.delta"):
+    delta: str
+
+
+class InputDone(_InItem, kw_only=True, tag="response.custom_tool_call_input.done"):
+    input: str
 
 
 class StreamError(ResponseEvent, kw_only=True, tag="error"):

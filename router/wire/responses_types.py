@@ -121,7 +121,31 @@ class SentOutput(Lenient, frozen=True, kw_only=True, tag_field="type", tag="func
     """The result of a call."""
 
     call_id: NonEmpty
-    output: Content
+    output: Content | None
+    id: str | None = None
+    name: str | None = None
+    status: ItemStatus | None = None
+    namespace: Namespace = None
+    caller: Ignored = None
+
+
+class SentCustomCall(Lenient, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool that the model made."""
+
+    call_id: NonEmpty
+    name: NonEmpty
+    input: str = ""
+    id: str | None = None
+    status: ItemStatus | None = None
+    namespace: Namespace = None
+    caller: Ignored = None
+
+
+class SentCustomOutput(Lenient, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call_output"):
+    """The result of a call of a custom tool."""
+
+    call_id: NonEmpty
+    output: Content | None
     id: str | None = None
     name: str | None = None
     status: ItemStatus | None = None
@@ -163,11 +187,22 @@ class ItemReference(Lenient, frozen=True, kw_only=True, tag_field="type", tag="i
     id: NonEmpty
 
 
-Item = SentMessage | SentCall | SentOutput | SentReasoning | ItemReference
-ITEMS = (SentMessage, SentCall, SentOutput, SentReasoning, ItemReference)
+Item = SentMessage | SentCall | SentOutput | SentCustomCall | SentCustomOutput | SentReasoning | ItemReference
+ITEMS = (SentMessage, SentCall, SentOutput, SentCustomCall, SentCustomOutput, SentReasoning, ItemReference)
 
 
 # ---------------------------------------------------------------- tools
+
+
+class TextInput(Lenient, frozen=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class GrammarInput(Lenient, frozen=True, kw_only=True, tag_field="type", tag="grammar"):
+    """A text of a grammar."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
 
 
 class SentTool(LenientTool, frozen=True, kw_only=True, tag_field="type", tag="function"):
@@ -180,6 +215,20 @@ class SentTool(LenientTool, frozen=True, kw_only=True, tag_field="type", tag="fu
     output_schema: Annotated[dict[str, Any] | None, Meta(description="not used")] = None
     allowed_callers: Annotated[list[Literal["direct"]], Meta(max_length=1)] | None = None
     defer_loading: Annotated[Flag, Meta(description="not used: nothing searches tools, so all are there")] = None
+    is_async: Neutral = msgspec.field(default=None, name="async")
+
+
+class SentCustomTool(LenientTool, frozen=True, kw_only=True, tag_field="type", tag="custom"):
+    """A tool that takes one free text, `input`, instead of arguments."""
+
+    name: ToolName
+    description: str | None = None
+    format: Annotated[
+        TextInput | GrammarInput | None,
+        Meta(description="a grammar goes to the model as text: nothing holds it to that"),
+    ] = None
+    allowed_callers: Annotated[list[Literal["direct"]], Meta(max_length=1)] | None = None
+    defer_loading: Annotated[Flag, Meta(description="as of a function")] = None
     is_async: Neutral = msgspec.field(default=None, name="async")
 
 
@@ -199,11 +248,15 @@ class NamedFunction(Body, frozen=True, kw_only=True, omit_defaults=True, tag_fie
     namespace: Namespace = None
 
 
+class NamedCustom(NamedFunction, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="custom"):
+    """The answer is a call of this custom tool."""
+
+
 class AllowedFunctions(Body, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"):
     """Only these of the tools may be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Meta(min_length=1)]
+    tools: Annotated[list[NamedFunction | NamedCustom], Meta(min_length=1)]
 
 
 # ---------------------------------------------------------------- the body
@@ -269,7 +322,7 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=512)] | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None,
+        Literal["none", "auto", "required"] | NamedFunction | NamedCustom | AllowedFunctions | None,
         Meta(description="auto if there are tools; required: the answer is a call"),
     ] = None
     parallel_tool_calls: Annotated[Flag, Meta(description="an answer may have more than one call; true")] = None

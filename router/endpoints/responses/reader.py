@@ -17,6 +17,7 @@ from router.chat.conversation import (
     arguments_text,
     qualified,
 )
+from router.endpoints.responses.custom_input import PARAMETERS, as_arguments
 from router.formats.format import OutputFormat
 from router.http.body import read_as
 from router.prepare.chat_reader import check_choice, text_of_file, unsupported_part
@@ -31,6 +32,7 @@ from router.wire.responses_types import (
     AllowedFunctions,
     Content,
     ContentPart,
+    GrammarInput,
     InputFile,
     InputImage,
     InputText,
@@ -40,6 +42,9 @@ from router.wire.responses_types import (
     ResponsesRequest,
     SchemaFormat,
     SentCall,
+    SentCustomCall,
+    SentCustomOutput,
+    SentCustomTool,
     SentMessage,
     SentNamespace,
     SentOutput,
@@ -199,18 +204,19 @@ def read_messages(items: Iterable[tuple[str, Item]]) -> tuple[Message, ...]:
                     made[-1] = replace(last, thinking=f"{last.thinking}\n{thinking}")
                 elif thinking:
                     made.append(Message("assistant", thinking=thinking))
-            case SentCall(status="incomplete"):  # its arguments were cut off
+            case SentCall(status="incomplete") | SentCustomCall(status="incomplete"):  # its arguments were cut off
                 pass
-            case SentCall(call_id=call_id, arguments=arguments):
+            case SentCall(call_id=call_id) | SentCustomCall(call_id=call_id):
                 name = qualified(item.name, item.namespace)
-                call = ToolCall(call_id, name, arguments_text(arguments))
+                written = arguments_text(item.arguments) if isinstance(item, SentCall) else as_arguments(item.input)
+                call = ToolCall(call_id, name, written)
                 tool_names[call_id] = name
                 if last.role == "assistant":
                     made[-1] = replace(last, calls=(*last.calls, call))
                 else:
                     made.append(Message("assistant", calls=(call,)))
-            case SentOutput(call_id=call_id, output=output):
-                text = _text(output, f"{path}.output")
+            case SentOutput(call_id=call_id, output=output) | SentCustomOutput(call_id=call_id, output=output):
+                text = _text(output or "", f"{path}.output")
                 named = qualified(item.name, item.namespace) if item.name else None
                 made.append(Message("tool", text, call_id=call_id, name=tool_names.get(call_id) or named))
             case ItemReference():
@@ -219,11 +225,12 @@ def read_messages(items: Iterable[tuple[str, Item]]) -> tuple[Message, ...]:
 
 
 def read_tools(tools: Sequence[Sent], passed_over: set[str]) -> tuple[Tool, ...]:
-    """The tools, those of namespaces too. Hosted ones are passed over. Raises ApiError for others that are no
-    functions, and for two of one name."""
+    """The tools, those of namespaces too. Hosted ones are passed over. Raises ApiError for others that are neither
+    functions nor custom, and for two of one name."""
     read: list[Tool] = []
     for sent, path, namespace in _functions(tools, "tools", passed_over):
-        tool: SentTool = read_as(SentTool, sent, path, passed_over)
+        is_custom = sent.get("type") == "custom"
+        tool: SentTool | SentCustomTool = read_as(SentCustomTool if is_custom else SentTool, sent, path, passed_over)
         group = None if namespace is None else namespace.name
         name = qualified(tool.name, group)
         if any(name == other.name for other in read):
@@ -231,15 +238,23 @@ def read_tools(tools: Sequence[Sent], passed_over: set[str]) -> tuple[Tool, ...]
         description = tool.description or ""
         if namespace is not None and namespace.description and path.endswith("[0]"):
             description = f"{namespace.description}\n\n{description}"  # what is said of all is said once
-        parameters = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
-        read.append(Tool(name, description, parameters, tool.strict is not False, group))
+        if isinstance(tool, SentCustomTool):
+            if isinstance(form := tool.format, GrammarInput):
+                description = (
+                    f"{description}\n\nThe input follows this grammar ({form.syntax}):\n{form.definition}".strip()
+                )
+                passed_over.add("tools[].format")
+            read.append(Tool(name, description, PARAMETERS, True, group, is_custom=True))
+        else:
+            parameters = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
+            read.append(Tool(name, description, parameters, tool.strict is not False, group))
     return tuple(read)
 
 
 def _functions(
     tools: Sequence[Sent], path: str, passed_over: set[str], namespace: SentNamespace | None = None
 ) -> Iterator[tuple[Sent, str, SentNamespace | None]]:
-    """The functions among tools, each with the parameter's name and its namespace."""
+    """The functions and custom tools among tools, each with the parameter's name and its namespace."""
     for number, sent in enumerate(tools):
         here = f"{path}[{number}]"
         match sent.get("type"):
@@ -248,10 +263,10 @@ def _functions(
                 yield from _functions(group.tools, f"{here}.tools", passed_over, group)
             case str(kind) if HOSTED_TOOLS.fullmatch(kind):
                 passed_over.add(hosted("tools", kind))
-            case str(kind) if kind != "function":
+            case str(kind) if kind not in ("function", "custom"):
                 raise invalid(
                     f"{here!r} is of type {kind[:100]!r}, which this server does not know. Send those of type "
-                    "'function' or 'namespace', which the client runs, and leave the others out.",
+                    "'function', 'custom' or 'namespace', which the client runs, and leave the others out.",
                     f"{here}.type",
                     "unsupported_tool",
                 )
@@ -332,7 +347,7 @@ def response_object(asked: Asked, job: PreparedRequest, generation: GenerationRe
 
 def _shown(tool: Sent) -> Sent:
     """The tool in a response: as it was sent, a function with the fields that may be left out."""
-    if tool.get("type") == "namespace":
+    if tool.get("type") in ("namespace", "custom"):
         return tool
     return {"description": None, "parameters": None, **tool, "strict": tool.get("strict") is not False}
 

@@ -25,7 +25,14 @@ from router.wire.responses_types import Include, ResponsesRequest
 log = logging.getLogger(__name__)
 
 PAGE, MOST = 20, 100  # items
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
 STREAM = {"schema": {"description": "server-sent events, each with its name and a sequence_number"}}
 
 

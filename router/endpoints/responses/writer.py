@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from router.chat.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
 from router.endpoints.logprobs import content_logprobs
+from router.endpoints.responses.custom_input import CustomInput
 from router.prepare.prepared_request import PreparedRequest
 from router.text.output_text import Piece
 from router.text.tokenizer import Tokenizer
@@ -20,7 +21,10 @@ from router.wire.responses_objects import (
     ArgumentsAdded,
     ArgumentsDone,
     CallItem,
+    CustomCallItem,
     IncompleteDetails,
+    InputAdded,
+    InputDone,
     ItemAdded,
     ItemDone,
     MessageItem,
@@ -58,7 +62,8 @@ class ResponsesFormat:
         self.response = response
         self._wants_logprobs = job.wants_logprobs
         tools = job.syntax.tools if job.syntax else ()
-        self._in_namespaces = {tool.name: tool for tool in tools if tool.namespace is not None}
+        self._tools = {tool.name: tool for tool in tools if tool.namespace is not None or tool.is_custom}
+        self._input = CustomInput()  # of the open item
         self._tokenizer = tokenizer
         self._number = 0
         self._open: OutputItem | None = None
@@ -151,16 +156,31 @@ class ResponsesFormat:
                 self._open.content[0].text += text
                 yield ThoughtAdded(delta=text, **self._place())
             case CallBegin(_, name, call_id):
-                call = CallItem(id=new_id("fc"), call_id=call_id or new_id("call"), name=name)
-                if (tool := self._in_namespaces.get(name)) is not None:
+                call_id, tool = call_id or new_id("call"), self._tools.get(name)
+                call: CallItem | CustomCallItem
+                if tool is not None and tool.is_custom:
+                    call = CustomCallItem(id=new_id("ctc"), call_id=call_id, name=name)
+                else:
+                    call = CallItem(id=new_id("fc"), call_id=call_id, name=name)
+                if tool is not None:
                     call.name, call.namespace = tool.own_name, tool.namespace or UNSET
                 yield from self._add(call)
+                self._input = CustomInput()
+            case CallArguments(_, text) if isinstance(self._open, CustomCallItem):
+                yield from self._put(self._input.push(text))
             case CallArguments(_, text):
                 assert isinstance(self._open, CallItem)
                 self._open.arguments += text
                 yield ArgumentsAdded(delta=text, **self._place())
             case CallEnd():
                 yield from self._close("completed")
+
+    def _put(self, text: str) -> Iterator[ResponseEvent]:
+        """More of the input of a custom tool."""
+        assert isinstance(self._open, CustomCallItem)
+        if text:
+            self._open.input += text
+            yield InputAdded(delta=text, **self._place())
 
     def _message(self) -> Iterator[ResponseEvent]:
         part = AnsweredText(text="")
@@ -196,6 +216,9 @@ class ResponsesFormat:
                 yield PartDone(part=thought, **self._place())
             case CallItem(name=name, arguments=arguments):
                 yield ArgumentsDone(arguments=arguments, name=name, **self._place())
+            case CustomCallItem() as call:
+                yield from self._put(self._input.end())
+                yield InputDone(input=call.input, **self._place())
         self._open.status = status
         yield ItemDone(sequence_number=self._next(), output_index=self._index, item=self._open)
         self._open = None

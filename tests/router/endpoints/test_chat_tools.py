@@ -376,3 +376,33 @@ def test_parsers_by_setting(make_stack: Any, make_replica: Any, thinker: Tokeniz
         make_replica(text), tokens=thinker, config=RouterConfig(tool_call_parser="none", reasoning_parser="none")
     )
     assert chat(stack).choices[0].message.content == text
+
+
+STRICT = "{% if loop.index0 and m.role == 'system' %}{{ raise_exception('at the beginning') }}{% endif %}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "system", "repaired"),
+    [
+        ('{"city": "Oslo"}', False, None),
+        ("", False, None),
+        ('{"city": "Os', False, "arguments"),
+        ("[1]", False, "arguments"),
+        ('{"city": "Oslo"}', True, "messages"),
+        ("Oslo", True, "arguments, messages"),
+    ],
+)
+def test_what_is_repaired_of_a_history_is_named(
+    make_stack: Any, make_replica: Any, thinker: Tokenizer, arguments: str, system: bool, repaired: str | None,
+    stream: bool,
+) -> None:  # fmt: skip
+    source = THINKER.replace("{% for m in messages %}", "{% for m in messages %}" + STRICT, 1)
+    tokens = Tokenizer(thinker._backend, ChatTemplate(source, {}))
+    stack = make_stack(make_replica(script=lambda request: [tokens.token_id("<|im_end|>")]), tokens=tokens)
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    history = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "3"}]
+    body = {"messages": [*history, *([{"role": "system", "content": "Be brief."}] if system else [])]}
+    answer = httpx.post(f"{stack.url}/v1/chat/completions", json=body | {"stream": stream, "max_tokens": 5})
+    assert answer.status_code == 200
+    assert answer.headers.get("X-Shoal-Repaired") == repaired

@@ -150,6 +150,15 @@ def test_thinking_begins_again_where_a_token_says_so() -> None:
     assert told(every_way(TOKENS, text, marked(TOKENS, text))) == thought
 
 
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_token_that_ends_no_thinking_is_no_text(calls: bool) -> None:
+    text = "Yes.</think> No.</think>"
+    assert told(every_way(TOKENS, text, marked(TOKENS, text), calls=calls)) == ["Yes. No."]
+    assert told(every_way(HERMES, text, calls=calls)) == [text]  # written with other tokens
+    text = "</think>\n\nYes."
+    assert told(every_way(TOKENS, text, marked(TOKENS, text), calls=calls)) == ["Yes."]
+
+
 def test_without_calls_only_thinking_is_looked_for() -> None:
     call = '<tool_call>{"name": "f"}</tool_call>'
     assert told(every_way(HERMES, f"Hm.</think>{call}\n", thinks=True, calls=False)) == [

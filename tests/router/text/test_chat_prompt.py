@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from router.chat import fitted_messages
+from router.chat import repairs
 from router.chat.chat_template import ChatTemplate, TemplateError
 from router.chat.conversation import Conversation, Message, Tool, ToolCall
 from router.formats.past_arguments import INVALID, past_arguments
@@ -90,7 +90,7 @@ def model(byte_level_tokenizer_maker: Callable[[], tokenizers.Tokenizer]) -> Cal
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    fitted_messages.tell.cache_clear()
+    repairs.warn.cache_clear()
     caplog.set_level(logging.WARNING)
     return lambda: [record.message for record in caplog.records]
 

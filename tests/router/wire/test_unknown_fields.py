@@ -187,7 +187,7 @@ def test_what_hosted_tools_have_done_is_left_out_of_a_history() -> None:
     assert messages_conversation(request).messages[1] == Message("assistant", "Yes.")
 
 
-@pytest.mark.parametrize("kind", ["custom", "local_shell", "computer_use_preview", "apply_patch", "web_searching"])
+@pytest.mark.parametrize("kind", ["local_shell", "computer_use_preview", "apply_patch", "web_searching"])
 def test_tools_that_the_client_would_run_are_refused(kind: str) -> None:
     request, names = passed_over(ResponsesRequest, {"input": "x", "tools": [{"type": kind, "name": "x"}]})
     with pytest.raises(ApiError) as caught:
@@ -200,6 +200,32 @@ def test_tools_that_the_client_would_run_are_refused(kind: str) -> None:
 
 def read(*messages: dict[str, Any]) -> tuple[Message, ...]:
     return chat_conversation(passed_over(ChatRequest, {"messages": [USER, *messages]})[0]).messages[1:]
+
+
+def test_calls_without_ids_have_their_results_in_their_order() -> None:
+    calls = [
+        {"id": each, "function": {"name": name, "arguments": "{}"}}
+        for each, name in ((None, "f"), ("", "g"), ("c", "h"))
+    ]
+    first, *results = read(
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "tool_call_id": None, "content": "2"},
+    )
+    assert len({call.id for call in first.calls}) == 3 and all(call.id for call in first.calls)
+    ids = {call.name: call.id for call in first.calls}
+    assert [(each.name, each.call_id) for each in results] == [(name, ids[name]) for name in "hfg"]
+    with pytest.raises(ApiError) as caught:
+        read({"role": "assistant", "tool_calls": calls[:1]}, *[{"role": "tool", "content": "1"}] * 2)
+    assert caught.value.param == "messages[3].tool_call_id"
+
+
+@pytest.mark.parametrize("kind", ["function_call_output", "custom_tool_call_output"])
+def test_a_call_may_have_no_output(kind: str) -> None:
+    items = [{"type": "function_call", "call_id": "c", "name": "f"}, {"type": kind, "call_id": "c", "output": None}]
+    request, names = passed_over(ResponsesRequest, {"input": items})
+    assert responses_conversation(Asked(request, passed_over=names)).messages[-1].text == ""
 
 
 @pytest.mark.parametrize(

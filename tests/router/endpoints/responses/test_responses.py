@@ -683,14 +683,71 @@ def test_conversations_are_not_kept_and_the_error_says_what_to_use(says: Callabl
         says("x").client.conversations.create()
 
 
+# ---------------------------------------------------------------- custom tools
+
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" LF'}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": GRAMMAR}
+EDIT = '*** Begin Patch\n-"é"\n+C:\\new 😀'
+PATCHED = f"<tool_call>{json.dumps({'name': 'apply_patch', 'arguments': {'input': EDIT}})}</tool_call>"
+
+
+@pytest.mark.parametrize("per_step", [1, 100])
+def test_a_custom_tool_gets_one_text(says: Callable[..., Any], thinker: Tokenizer, per_step: int) -> None:
+    stack = says(PATCHED, replica={"per_step": per_step})
+    tools: list[Any] = [PATCH]
+    asked = stack.client.responses.with_raw_response.create(
+        model="tiny", input="How?", tools=tools, tool_choice={"type": "custom", "name": "apply_patch"}
+    )
+    assert asked.headers["x-shoal-ignored"] == "tools[].format"  # a grammar that does not hold
+    (call,) = asked.parse().output
+    assert (call.type, call.name, call.input, call.status) == ("custom_tool_call", "apply_patch", EDIT, "completed")
+    assert asked.parse().tools[0].to_dict() == PATCH
+    with stack.client.responses.stream(model="tiny", input="How?", tools=tools) as stream:
+        events = list(stream)
+    assert [without_ids(item) for item in events[-1].response.output] == [without_ids(call)]
+    assert "".join(e.delta for e in events if e.type == "response.custom_tool_call_input.delta") == EDIT
+    assert [e.input for e in events if e.type == "response.custom_tool_call_input.done"] == [EDIT]
+    assert "Begin Patch" in prompts(stack, thinker)[0]  # the model knows the grammar
+
+
+@pytest.mark.parametrize("namespace", [None, "files"])
+def test_calls_of_custom_tools_come_back(says: Callable[..., Any], thinker: Tokenizer, namespace: str | None) -> None:
+    name = "apply_patch" if namespace is None else "files__apply_patch"
+    stack = says(PATCHED.replace("apply_patch", name), "Done.")
+    tools = [PATCH] if namespace is None else [{"type": "namespace", "name": namespace, "tools": [PATCH]}]
+    first = ask(stack, tools=tools)
+    (call,) = first.output
+    assert (call.name, getattr(call, "namespace", None)) == ("apply_patch", namespace)
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "applied"}
+    ask(stack, input=[output], previous_response_id=first.id, tools=tools)
+    asked = {"role": "user", "content": "How is it in Oslo?"}
+    ask(stack, input=[asked, call.to_dict(), output], tools=tools)
+    _, stored, sent = prompts(stack, thinker)
+    assert stored == sent and json.dumps({"input": EDIT}, ensure_ascii=False) in sent and "applied" in sent
+
+
+def test_a_call_of_a_custom_tool_that_is_cut_off(says: Callable[..., Any]) -> None:
+    stack = says(PATCHED[: PATCHED.index("new")])
+    response = ask(stack, tools=[PATCH])
+    assert response.status == "incomplete" and EDIT.startswith(response.output[0].input)
+    assert response.output[0].status == "incomplete" and response.output[0].input.endswith("C:\\")
+
+
 # ---------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "shell"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        (
+            {"tools": [PATCH | {"format": {"type": "grammar", "syntax": "ebnf", "definition": "x"}}]},
+            "tools[0].format.syntax",
+        ),
+        ({"tools": [PATCH, WEATHER | {"name": "apply_patch"}]}, "tools[1].name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "custom", "name": "other"}}, "tool_choice"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [WEATHER, WEATHER]}]}, "tools[0].tools[1].name"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
@@ -710,7 +767,8 @@ def test_conversations_are_not_kept_and_the_error_says_what_to_use(says: Callabl
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options.include_obfuscation"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "custom_tool_call", "call_id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "local_shell_call", "call_id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "x"}]}, "input[0].name"),
         ({"input": [{"type": "message", "content": "x"}]}, "input[0].role"),
         ({"input": [{"content": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
