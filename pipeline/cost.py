@@ -34,7 +34,7 @@ import numpy as np
 
 from pipeline.padding import UNPADDED, PaddedSizes
 from pipeline.regression import robust_fit
-from pipeline.shape import FEATURES, KNOTS, TILE, TILED_FROM, BatchShape, features, typical_shapes, unused_rows
+from pipeline.shape import FEATURES, KNOTS, TILED_FROM, BatchShape, features, typical_shapes, unused_rows
 
 VERSION = 3
 _FIRST_KNOT = FEATURES.index("rows_above_0")
@@ -42,11 +42,6 @@ _UNUSED_ROWS = FEATURES.index("unused_rows")
 _CHUNKS = FEATURES.index("chunks")
 _DECODE_CONTEXT = FEATURES.index("decode_context")
 _PREFIX_PRODUCTS = FEATURES.index("prefix_products")
-# Features bound by arithmetic, and so by the device's clock.
-_ARITHMETIC = [
-    FEATURES.index(name)
-    for name in (*(f"rows_above_{knot}" for knot in KNOTS if knot >= TILE), "unused_rows", "prefix_products", "squares")
-]
 
 
 class Coefficients:
@@ -96,13 +91,6 @@ class Coefficients:
             seconds += self.prefix_product * shape.prefix_products + self.square * shape.squares
         return seconds
 
-    def at_clock(self, slower: float) -> "Coefficients":
-        """The coefficients if arithmetic takes `slower` times as long."""
-        values = list(self.values)
-        for feature in _ARITHMETIC:
-            values[feature] *= slower
-        return Coefficients(values, self.rows)
-
     def scaled(self, factor: float) -> "Coefficients":
         return Coefficients((value * factor for value in self.values), self.rows)
 
@@ -140,11 +128,10 @@ class CostModel:
     - Before any measurement it predicts what `prior` says (a roofline, `roofline.py`).
     - Later a fit to the measurements predicts. The prior, scaled to the measurements, stands in for kinds of batches
       that never came. It predicts again whenever the fit's recent errors exceed its own.
-    - Between two fits the model follows the device's clock, which depends on its heat: on an H200, the same prompts
-      took 13% longer than minutes before. The excess of the newest steps over the prediction is put down to features
-      bound by arithmetic, in steps that are mostly bound by it (`MOSTLY`).
-    - If the newest predictions are far off otherwise, the model is refitted at once: a kind of step has come that it
-      had not seen.
+    - If the newest predictions are far off, the model is refitted at once: a kind of step has come that it had not
+      seen.
+    - A device's clock depends on its heat: on an H200, the same prompts took 13% longer than minutes before. Such a
+      change is learned in some 200 steps, as they replace the older ones of their kind in the window.
 
     These guard predictions, not the simulated speed of a device that is as predicted. docs/MECHANISMS.md has the errors
     without each.
@@ -156,9 +143,6 @@ class CostModel:
     FIRST_FITS = (8, 16, 32, 64)
     FAR_OFF, FAR_OFF_STEPS = 0.05, 16  # median error of the newest steps, their number
     RECENT = 256
-    CLOCK_STEPS = 4, 16  # number of newest steps whose median counts: least, most
-    CLOCKS, CLOCK_MOVES = (0.5, 2.0), 0.01
-    MOSTLY = 0.2  # fraction of a step's time
 
     def __init__(
         self,
@@ -191,9 +175,7 @@ class CostModel:
         self._fit_errors: deque[float] = deque(maxlen=self.RECENT)
         self._errors: deque[float] = deque(maxlen=self.RECENT)
         self._ratios: deque[float] = deque(maxlen=self.RECENT)
-        self._slower: deque[float] = deque(maxlen=self.CLOCK_STEPS[1])
-        self._clock = 1.0  # slowdown of arithmetic that is applied in `coefficients`
-        self._learned = self.coefficients = self._prior
+        self.coefficients = self._prior
 
     @property
     def most_rows(self) -> int:
@@ -217,7 +199,6 @@ class CostModel:
         self.num_observed += 1
         row = features(shape, self.rows.padded(shape))
         self._window.add(self.num_observed, seconds, row)
-        self._follow_clock(seconds, row)
         due = self.num_observed in self.FIRST_FITS or (self.num_observed + self._turn) % self.REFIT_EVERY == 0
         if due or self._is_far_off():
             self._refit()
@@ -233,19 +214,6 @@ class CostModel:
             return False
         newest = statistics.median(islice(reversed(self._errors), steps))
         return newest > self.FAR_OFF and newest > 2 * self.error()
-
-    def _follow_clock(self, seconds: float, row: list[float]) -> None:
-        terms = [value * times for value, times in zip(self._learned.values, row, strict=True)]
-        predicted, arithmetic = sum(terms), sum(terms[feature] for feature in _ARITHMETIC)
-        if arithmetic <= 0.0 or arithmetic < self.MOSTLY * predicted:  # a fit of noise may give a kind of step no time
-            return
-        self._slower.append((seconds - predicted + arithmetic) / arithmetic)
-        if len(self._slower) < self.CLOCK_STEPS[0]:
-            return
-        least, most = self.CLOCKS
-        clock = min(most, max(least, statistics.median(self._slower)))
-        if abs(clock / self._clock - 1.0) > self.CLOCK_MOVES:
-            self._clock, self.coefficients = clock, self._learned.at_clock(clock)
 
     def _refit(self) -> None:
         rows = self._window.rows()
@@ -265,10 +233,7 @@ class CostModel:
         recent = min(len(self._fit_errors), self.REFIT_EVERY)
         fit = np.median(list(self._fit_errors)[-recent:]) if recent else 0.0
         prior = np.median(list(self._prior_errors)[-recent:]) if recent else 1.0
-        self._learned = self._fitted if fit <= prior else self._prior.scaled(self._prior_scale)
-        self.coefficients = self._learned
-        self._slower.clear()
-        self._clock = 1.0
+        self.coefficients = self._fitted if fit <= prior else self._prior.scaled(self._prior_scale)
         self._fitted_at = self.num_observed
 
     # ------------------------------------------------------------ on disk
@@ -281,7 +246,7 @@ class CostModel:
             "identity": self.identity,
             "num_observed": self.num_observed,
             "error": self.error() if self._errors else None,
-            "coefficients": self._learned.values,
+            "coefficients": self.coefficients.values,
             "window": self._window.rows(),
         }
         path.write_text(json.dumps(saved))
@@ -315,4 +280,4 @@ class CostModel:
         self.num_observed = num_observed
         if ratios:
             self._refit()
-            self._learned = self.coefficients = coefficients
+            self.coefficients = coefficients

@@ -31,11 +31,13 @@ The schedules of other systems that `bench.pipeline` compares with are in `bench
 from importlib import import_module
 
 from pipeline.fixed_chunk import FixedChunk
-from pipeline.offline import Offline
+from pipeline.offline import Offline, StageBalancedOffline
 from pipeline.policy import Policy, PolicySettings
+from pipeline.stage_balanced import StageBalanced
 from pipeline.uniform import Uniform
 
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Uniform, Offline, FixedChunk)}
+_IN_PIPELINES: dict[str, type[Policy]] = {policy.name: policy for policy in (StageBalanced, StageBalancedOffline)}
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -48,5 +50,7 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def make_policy(name: str, settings: PolicySettings) -> Policy:
-    """A policy of the class that `policy_class` returns. Raises ValueError as it does."""
-    return policy_class(name)(settings)
+    """A policy of the class that `policy_class` returns, or of its class for several stages. Raises ValueError as that
+    does."""
+    one_stage = policy_class(name)
+    return (_IN_PIPELINES.get(name, one_stage) if settings.stages > 1 else one_stage)(settings)

@@ -444,9 +444,6 @@ class Service:
                         raise _failed(output.failure, request.request_id)
                     if told is not None and output.queue_s is not None:
                         told.queued(output.queue_s)
-                    if output.cached_tokens is not None:
-                        known_ids = request.prompt_ids + request.output_ids
-                        self.metrics.reuse.add(known_ids, output.cached_tokens, request.prefix_salt)
                     if clock.first_token(output):
                         self._fleet.first_token(request.request_id)
                         if told is not None:

@@ -28,7 +28,7 @@ columns:
   done, failed    requests so far
 
 columns of drafts, of servers that verify them, model by model and drafter by drafter:
-  drafted         drafts of tokens that steps verified so far; those that were inserted unverified are "inserted"
+  drafted         drafts of tokens that steps verified so far
   accepted        the part of them that was right
   tokens a step   output tokens of a sequence for each step with drafts of it; 1 without drafts
 

@@ -123,13 +123,10 @@ class WorkerConfig(BaseModel):
         "outputs repeat, what the client predicts) where that gives more tokens a second, as predicted by the costs of "
         "steps; no output changes by it",
     )
-    jump_forward: Literal["exact", "insert", "off"] = Field(
+    jump_forward: Literal["exact", "off"] = Field(
         "exact",
         description="what becomes of text that a grammar forces, such as keys and punctuation. exact: with speculation "
-        "auto it is drafted and verified; no output changes by it. insert: its tokens are output unverified as soon "
-        "as it is forced, and computed like a prompt. This is not exact: the model does not choose how the text is "
-        "cut into tokens, and may go on differently after it; requests for log probabilities get none of it. off: "
-        "the model writes it token by token",
+        "auto it is drafted and verified; no output changes by it. off: the model writes it token by token",
     )
     num_speculative_tokens: int = Field(
         32, ge=1, description="most drafts of one sequence in a step; fewer are taken where fewer pay"

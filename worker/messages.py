@@ -332,8 +332,7 @@ class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     `stop_token_id` set. The first output carries `cached_tokens`, `queue_s` (seconds) and `prompt_logprobs`, one
     for each position from `prompt_logprobs_start` on; that of position 0 is None.
 
-    With drafts, an output may have several tokens: `num_accepted` of the `num_drafted` drafts were right. Tokens that
-    were inserted unverified count as both.
+    With drafts, an output may have several tokens: `num_accepted` of the `num_drafted` drafts were right.
 
     A pooled request has one output, with its `embedding` (little-endian float32) and finish reason "stop".
 

@@ -26,23 +26,23 @@ from bench.pipeline.traffic import PUBLISHED, Traffic, published, traced
 from pipeline.budget import EvenDecodes
 from pipeline.cost import CostModel
 from pipeline.padding import PaddedSizes
+from pipeline.stage_balanced import StageBalanced
 from pipeline.uniform import Uniform
 from shoal.help import Parser
 
 BUDGET, RUNNING = 8192, 256
 # By name: class, attribute, and the value that switches the mechanism off.
 MECHANISMS: dict[str, tuple[type, str, Any]] = {
-    "late_planning": (Uniform, "_has_place", lambda self, view: not self._is_full(view)),
-    "device_tokens": (Uniform, "_hands_over", lambda self, view: False),
-    "fewer_in_flight": (Uniform, "_typical", lambda self, view, in_flight: None),
-    "wave_in_flight": (Uniform, "_holding_a_wave", lambda self, view: self.most_in_flight),
+    "late_planning": (StageBalanced, "_has_place", lambda self, view: not self._is_full(view)),
+    "device_tokens": (StageBalanced, "_hands_over", lambda self, view: False),
+    "fewer_in_flight": (StageBalanced, "_typical", lambda self, view, in_flight: None),
+    "wave_in_flight": (StageBalanced, "_holding_a_wave", lambda self, view: self.most_in_flight),
     "smallest_chunk": (Uniform, "FAR", math.inf),
     "slack": (Uniform, "SLACK", math.inf),
     "whole_tiles": (Uniform, "_whole", lambda self, tokens: tokens),
     "pages": (Uniform, "SHRINK", 0.0),
     "margin": (Uniform, "finished", lambda self, gap_s: None),
     "even_decodes": (EvenDecodes, "_share", lambda self, contexts: -(-len(contexts) // self._unbuilt)),
-    "clock": (CostModel, "_follow_clock", lambda self, seconds, row: None),
     "far_off": (CostModel, "_is_far_off", lambda self: False),
 }
 SHOWN = {

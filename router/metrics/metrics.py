@@ -13,7 +13,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from router.metrics.prefix_reuse import PrefixReuse
 from router.metrics.replica_times import LATENCY_S, TIMES, ReplicaTimes
 from router.programs import Programs
 from worker.messages import ReplicaLoad
@@ -104,7 +103,6 @@ class ModelMetrics:
     | `attention` | for each running replica: the attention backend, and why it is not the fastest ("" if it is) |
     | `wanted` | the number of replicas that there should be |
     | `scaled_for` | why autoscaling last changed that number; None where it does not |
-    | `reuse` | the hit rate of the requests, and its ceiling |
     """
 
     def __init__(self, metrics: "Metrics", model: str) -> None:
@@ -113,13 +111,11 @@ class ModelMetrics:
         self.leaving: set[str] = set()
         self._told_s: dict[str, float] = {}  # when the loads came
         self.attention: dict[str, tuple[str, str]] = {}
-        self.reuse = PrefixReuse()
         self._metrics = metrics
         self._model = model
         self._replicas: dict[str, ReplicaTimes] = {}
         metrics.ready.labels(model).set_function(lambda: len(self.ready))
-        metrics.hit_rate.labels(model).set_function(lambda: _or_nan(self.reuse.hit_rate))
-        metrics.hit_ceiling.labels(model).set_function(lambda: _or_nan(self.reuse.ceiling))
+        metrics.hit_rate.labels(model).set_function(lambda: _or_nan(self.hit_rate))
         self.wanted = metrics.wanted.labels(model)
         self.scaled_for: str | None = None
         metrics.sequences.labels(model, "failed")  # starts at 0: the rate of a counter that begins with 1 misses it
@@ -133,6 +129,14 @@ class ModelMetrics:
     def closed(self) -> frozenset[str]:
         """The connected replicas that get no new requests."""
         return frozenset(self.silent | self.leaving)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The part of the prompts' tokens that was cached, since the start of the connected replicas; None before the
+        first request."""
+        loads = list(self.loads.values())
+        prompt_tokens = sum(load.prompt_tokens for load in loads)
+        return sum(load.cached_tokens for load in loads) / prompt_tokens if prompt_tokens else None
 
     def told(self, replica_id: str, load: ReplicaLoad) -> None:
         """Stores a load that has come now."""
@@ -297,12 +301,7 @@ class Metrics:
         )
         self.hit_rate = gauge(
             "shoal_prefix_hit_rate",
-            "Part of the prompts' tokens that was cached, since this router's start",
-        )
-        self.hit_ceiling = gauge(
-            "shoal_prefix_hit_ceiling",
-            "The most that shoal_prefix_hit_rate could be with any placement: its value with one cache of all "
-            "replicas that never evicts. The standard error is 1.6% of the distance to 1",
+            "Part of the prompts' tokens that was cached, since the start of the connected replicas",
         )
         self.programs = gauge("shoal_programs", "Programs whose text this router holds, or that have a request")
         self.program_tokens = gauge("shoal_program_tokens", "Tokens of text that this router holds for programs")

@@ -6,8 +6,6 @@ replicas: each says its address as it subscribes, and a replica tells all of its
 routers is configured, and all forget a router that is gone as the replicas notice it.
 
 A booking that is lost does no harm: the replica's next load counts it.
-
-In the same way each router tells what it has counted of the reuse of prefixes, so that all know the sums.
 """
 
 import asyncio
@@ -20,7 +18,6 @@ import zmq.asyncio
 
 from router.fleet.fleet import Fleet
 from router.fleet.known_replica import PeerBooking
-from router.metrics.prefix_reuse import PrefixReuse, Reuse
 from worker.curve import ROUTER, Curve, Door
 from worker.messages import PROTOCOL, Subscribe
 from worker.sparse_log import SparseLog
@@ -28,30 +25,18 @@ from worker.sparse_log import SparseLog
 log = logging.getLogger(__name__)
 
 MOST_UNSENT = 10_000  # bookings that wait for one router, before newer ones are dropped: about 10 MB
-REUSE_EVERY_S = 1.0
 MOST_HEARD_BYTES = 1 << 10  # of a frame: others only subscribe
 _encoder = msgspec.msgpack.Encoder()
-
-
-class PeerReuse(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Counts of one router: the reuse of prefixes since its start."""
-
-    router: str
-    reuse: Reuse
-
-
-_decoder = msgspec.msgpack.Decoder(PeerBooking | PeerReuse)
+_decoder = msgspec.msgpack.Decoder(PeerBooking)
 
 
 class Peers:
     """The other routers of one model's replicas. One event loop uses it, from `start` to `close`."""
 
-    def __init__(self, fleet: Fleet, host: str, reuse: PrefixReuse, secret: bytes) -> None:
-        """`host`: an address of this machine that the machines of the other routers can reach. `reuse`: of the
-        model. `secret`: that of the other routers."""
+    def __init__(self, fleet: Fleet, host: str, secret: bytes) -> None:
+        """`host`: an address of this machine that the machines of the other routers can reach. `secret`: that of the
+        other routers."""
         self._fleet = fleet
-        self._reuse = reuse
-        self._telling: asyncio.Task[None] | None = None
         self._host = host
         self._curve = Curve(secret, ROUTER)
         self._odd = SparseLog(log)
@@ -75,14 +60,12 @@ class Peers:
             raise
         self.address = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
         self._fleet.on_booking = self._tell
-        self._telling = asyncio.get_running_loop().create_task(self._tell_reuse())
 
     async def close(self) -> None:
         if self._context is None:
             return
         self._fleet.on_booking = self._context = None
-        assert self._telling is not None
-        tasks, self._listening = [self._telling, *self._listening.values()], {}
+        tasks, self._listening = list(self._listening.values()), {}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -114,14 +97,8 @@ class Peers:
         for address in wanted - self._listening.keys():
             self._listening[address] = asyncio.get_running_loop().create_task(self._hear(address))
 
-    def _tell(self, message: PeerBooking | PeerReuse) -> None:
-        self._out.send(_encoder.encode(message), zmq.NOBLOCK)
-
-    async def _tell_reuse(self) -> None:
-        """Tells it again and again: what was told before another router came is in what is told next."""
-        while True:
-            await asyncio.sleep(REUSE_EVERY_S)
-            self._tell(PeerReuse(self.name, self._reuse.report()))
+    def _tell(self, booking: PeerBooking) -> None:
+        self._out.send(_encoder.encode(booking), zmq.NOBLOCK)
 
     async def _hear(self, address: str) -> None:
         """Hears one router, until it is cancelled. A socket of its own: `connect` on a socket that waits for a message
@@ -140,10 +117,6 @@ class Peers:
                 return
             while True:
                 try:
-                    message = _decoder.decode(await socket.recv())
-                    if isinstance(message, PeerBooking):
-                        self._fleet.hear(message)
-                    else:
-                        self._reuse.hear(message.router, message.reuse)
-                except (msgspec.DecodeError, ValueError) as error:
+                    self._fleet.hear(_decoder.decode(await socket.recv()))
+                except msgspec.DecodeError as error:
                     self._odd.warning("another router told what is no message: %s", error)

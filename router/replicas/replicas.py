@@ -45,7 +45,7 @@ class Replicas:
         machine at which other routers of the same replicas can hear of bookings. None: there are no others. `drain_s`:
         how long, in seconds, a replica that is taken away may keep its streams. None: they go on elsewhere at once."""
         self._fleet = fleet
-        self._peers = None if peer_host is None else Peers(fleet, peer_host, metrics.reuse, secret)
+        self._peers = None if peer_host is None else Peers(fleet, peer_host, secret)
         self._metrics = metrics
         self._curve = Curve(secret, REPLICA)
         self._addresses: dict[str, str] = {}

@@ -45,7 +45,7 @@ class ModelState(msgspec.Struct, kw_only=True):
     | --- | --- |
     | `wanted` | how many replicas there should be; without autoscaling 0 if that is not known |
     | `scaled_for` | why autoscaling changed that number last, as `shoal_replicas_wanted_because` has it; null without |
-    | `hit_rate`, `hit_ceiling` | part of the prompts' tokens that was cached, and the most that it could be |
+    | `hit_rate` | part of the prompts' tokens that was cached; null before the first |
     | `ended` | sequences, by how they ended |
     | `resumed` | sequences that went on elsewhere, by reason |
     | `taken_out` | how many times a replica got no more requests, by reason |
@@ -55,7 +55,6 @@ class ModelState(msgspec.Struct, kw_only=True):
     wanted: int
     scaled_for: str | None
     hit_rate: float | None
-    hit_ceiling: float | None
     ended: dict[str, int]
     resumed: dict[str, int]
     taken_out: dict[str, int]

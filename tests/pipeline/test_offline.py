@@ -86,7 +86,7 @@ def test_where_the_tokens_of_prompts_are_cheaper_at_once():
     horizon = Horizon(1000, 200_000, 50.0)
     assert chunk(offline(SMALL), 60, horizon) == (60, 8192 - 60)
     policy = offline(SMALL)
-    policy._fast_s = 1.0
+    policy._of_prompts = float  # a second for each token
     assert chunk(policy, 60, horizon) == (60, 208 - 60)
 
 

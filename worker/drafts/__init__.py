@@ -5,16 +5,12 @@ Read `speculative_decoding.py` first, then `drafter.py`.
 
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from worker.drafts.drafter import Drafter, Proposal
 from worker.drafts.speculative_decoding import SpeculativeDecoding
 from worker.structured_output import GrammarError
 
-if TYPE_CHECKING:  # slow to import
-    from worker.drafts.jump_forward import JumpForward
-
-__all__ = ["Drafter", "Proposal", "SpeculativeDecoding", "make_drafters", "make_jump_forward"]
+__all__ = ["Drafter", "Proposal", "SpeculativeDecoding", "make_drafters"]
 
 
 def make_drafters(model_dir: Path, vocab_size: int, *, grammar: bool = True) -> list[Drafter]:
@@ -28,13 +24,3 @@ def make_drafters(model_dir: Path, vocab_size: int, *, grammar: bool = True) -> 
         with suppress(GrammarError):
             drafters.append(GrammarDrafter(CanonicalTokenizer(model_dir, vocab_size)))
     return drafters
-
-
-def make_jump_forward(model_dir: Path, vocab_size: int) -> "JumpForward | None":
-    """Jump-forward decoding without verification; None for a model without a tokenizer, which takes no grammars."""
-    from worker.drafts.canonical import CanonicalTokenizer
-    from worker.drafts.jump_forward import JumpForward
-
-    with suppress(GrammarError):
-        return JumpForward(CanonicalTokenizer(model_dir, vocab_size))
-    return None

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from pipeline.meter import Meter
 from radix.events import Event
 from radix.snapshot import SnapshotWalk
 from worker.config import WorkerConfig
-from worker.drafts import Drafter, SpeculativeDecoding, make_drafters, make_jump_forward
+from worker.drafts import Drafter, SpeculativeDecoding, make_drafters
 from worker.drafts.model import ModelDrafter
 from worker.engine.adapter_queue import AdapterQueue
 from worker.engine.cost_store import ENDS_S, CostStore, needs_costs
@@ -40,9 +40,6 @@ from worker.sampling.sampler import Sampler
 from worker.scheduler.scheduler import Scheduler
 from worker.structured_output import AnswerChecks, GrammarCompiler, GrammarQueue
 
-if TYPE_CHECKING:  # slow to import
-    from worker.drafts.jump_forward import JumpForward
-
 log = logging.getLogger(__name__)
 
 STEP_TIMES_TIMEOUT_S = 2.0  # longest time that a stage's step times may take to arrive
@@ -56,7 +53,6 @@ class Components(NamedTuple):
     grammars: GrammarCompiler
     costs: CostStore = CostStore()
     drafters: Sequence[Drafter] = ()
-    jump_forward: "JumpForward | None" = None
     draft_model: DraftModel | None = None
     lengths: LengthStore | None = None
 
@@ -89,10 +85,8 @@ def load_components(
         draft_model = DraftModel(Path(config.draft_model), config, executor)
         passes = CostStore.load(Path(config.draft_model), draft_model.config, executor.device)
         drafters.append(ModelDrafter(draft_model, passes))
-    inserts = config.jump_forward == "insert"
-    jump_forward = make_jump_forward(model_dir, executor.vocab_size) if inserts else None
     lengths = LengthStore.load(model_dir, length_folder)
-    return Components(executor, sampler, grammars, costs, drafters, jump_forward, draft_model, lengths)
+    return Components(executor, sampler, grammars, costs, drafters, draft_model, lengths)
 
 
 @dataclass
@@ -139,9 +133,7 @@ class Engine:
         request wants a `step`: its grammar has compiled, or its answer has been judged. `load` makes the components."""
         config = with_gpu_defaults(config, Path(model_dir))
         parts = load(Path(model_dir), config)
-        self.executor, self.sampler, self.grammars, self.costs, drafters, jump_forward, self._draft_model, lengths = (
-            parts
-        )
+        self.executor, self.sampler, self.grammars, self.costs, drafters, self._draft_model, lengths = parts
         self._lengths = LengthStore() if lengths is None else lengths
         overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap
         self.timeline = StageTimeline(config.pp, self.costs)
@@ -178,7 +170,6 @@ class Engine:
             self.watch,
             self._grammar_queue,
             speculation,
-            jump_forward,
         )
         self._loop: StepLoop
         if config.pp > 1:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,7 @@ from worker.scheduler.scheduled_step import ScheduledStep, SchedulerOutput
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.sequence import Sequence
 from worker.step import Plan
-from worker.structured_output import GrammarError, GrammarQueue, GrammarState
-
-if TYPE_CHECKING:  # slow to import
-    from worker.drafts.jump_forward import JumpForward
+from worker.structured_output import GrammarQueue, GrammarState
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +66,8 @@ class Steps:
         watch: StepWatch,
         grammar_queue: GrammarQueue,
         speculation: SpeculativeDecoding | None = None,
-        jump_forward: "JumpForward | None" = None,
     ) -> None:
-        """`jump_forward`: inserts forced tokens; None for a replica that does not."""
-        self._speculation, self._jump_forward = speculation, jump_forward
+        self._speculation = speculation
         self.scheduler, self.timeline, self._watch = scheduler, timeline, watch
         self._executor, self._sampler, self._grammar_queue = executor, sampler, grammar_queue
 
@@ -89,7 +84,7 @@ class Steps:
 
     def waits_for_tokens(self, step: ScheduledStep) -> bool:
         """Whether the next step is to be scheduled after the tokens of `step`, the newest, are known: because drafts
-        are verified in it, or because drafts or inserted tokens may follow these tokens."""
+        are verified in it, or because drafts may follow these tokens."""
         return bool(step.drafts) or self.scheduler.drafts_may_follow()
 
     def announce(self, step: ScheduledStep) -> None:
@@ -145,8 +140,6 @@ class Steps:
             self._fail(left, f"the tokens of step {step.plan.step} were not to be had", error)
             sampled, prompts, pooled = None, {}, None
         self.scheduler.update(step, flight.chosen, sampled, prompts, pooled)
-        if self._jump_forward is not None:
-            self._insert_forced(step, flight.chosen, self._jump_forward)
         self.timeline.finished(step)
         self._watch.finished(step)
 
@@ -210,23 +203,6 @@ class Steps:
             self._fail([step.sequences[chunk] for chunk in chosen], f"sampling failed in step {step.plan.step}", error)
             return InFlightStep(step, chosen, None, prompts)
 
-    def _insert_forced(self, step: ScheduledStep, chosen: np.ndarray, jump_forward: "JumpForward") -> None:
-        """Inserts what grammars force after the new tokens of a step."""
-        for chunk in chosen[~step.dropped[chosen]].tolist():
-            seq = step.sequences[chunk]
-            if not (seq.inserts and seq.is_running) or seq.num_pending or seq.grammar is None:
-                continue
-            most = seq.token_limit - seq.num_tokens - 1
-            token_ids = jump_forward.forced(seq.grammar, most, seq.stop_ids)
-            if not token_ids:
-                continue
-            try:
-                self._sampler.insert(seq.slot, token_ids)
-            except GrammarError as error:
-                self._fail([seq], "forced tokens could not be inserted", error)
-            else:
-                self.scheduler.insert(seq, token_ids)
-
     def _pool(self, step: ScheduledStep, hidden: torch.Tensor) -> PendingPooled | None:
         """Launches the sums of a step's hidden states."""
         try:
@@ -256,8 +232,6 @@ class Steps:
         compiled = self._grammar_queue.compiled(seq.request_id)
         # A sequence that was preempted starts with a new matcher, which accepts its outputs again.
         seq.grammar = GrammarState(compiled) if compiled is not None else None
-        # Log probabilities are those of sampled tokens.
-        seq.inserts = self._jump_forward is not None and seq.grammar is not None and seq.sampling.logprobs is None
         prompt_ids = seq.token_ids(0, seq.num_prompt).tolist()
         eos_token_ids = self._executor.eos_token_ids
         output_ids = seq.output_ids()

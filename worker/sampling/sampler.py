@@ -177,16 +177,6 @@ class Sampler:
         self._states[slot], self._needs[slot] = None, SamplingNeeds.FREE
         self._metadata = None
 
-    def insert(self, slot: int, token_ids: list[int]) -> None:
-        """Takes in output tokens of a slot that were not sampled, after the `result` of all its launches. Raises
-        GrammarError if its grammar does not allow them."""
-        state = self._states[slot]
-        assert state is not None
-        _, errors = append_tokens({0: state}, {0: token_ids}, self._threads)
-        if errors:
-            raise errors[0]
-        self._count_following(slot, state, len(token_ids))
-
     def launch(
         self,
         logits: torch.Tensor,

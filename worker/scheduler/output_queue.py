@@ -20,7 +20,6 @@ class OutputQueue:
         self._stop_checker = stop_checker
         self._outputs: list[Output] = []
         self._num_tokens = 0  # output tokens since the start
-        self._num_inserted = self._num_insertions = 0  # tokens that were not sampled; outputs that hold them
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -31,12 +30,8 @@ class OutputQueue:
         return outputs
 
     def describe(self, load: ReplicaLoad) -> None:
-        """Sets the counters of output tokens. Inserted tokens count as drafts of a drafter that is always right."""
+        """Sets the counter of output tokens."""
         load.output_tokens = self._num_tokens
-        if self._num_insertions:
-            load.proposals = load.proposals | {"inserted": self._num_insertions}
-            load.drafted = load.drafted | {"inserted": self._num_inserted}
-            load.accepted = load.accepted | {"inserted": self._num_inserted}
 
     def discard(self, request_ids: Collection[str]) -> None:
         """Removes the outputs of these requests."""
@@ -55,14 +50,6 @@ class OutputQueue:
         output = Output(request_id=seq.request_id, finish_reason="stop", embedding=embedding.astype("<f4").tobytes())
         _announce(seq, output)
         self.add(output)
-
-    def add_inserted(self, seq: Sequence, token_ids: list[int]) -> None:
-        """Adds an output of tokens that were inserted, without log probabilities."""
-        count = len(token_ids)
-        self._num_tokens += count
-        self._num_inserted += count
-        self._num_insertions += 1
-        self.add(Output(request_id=seq.request_id, token_ids=token_ids, num_drafted=count, num_accepted=count))
 
     def add_tokens(
         self, step: ScheduledStep, chosen: np.ndarray, sampled: SampledTokens, now_s: float

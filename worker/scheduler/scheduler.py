@@ -106,7 +106,6 @@ class Scheduler:
         """
         self._speculation = speculation
         self.lengths = OutputLengthPredictor() if lengths is None else lengths
-        self._inserts = config.jump_forward == "insert"  # whether any sequence may insert tokens
         self.config = config
         self.policy = policy
         self.num_pages = layout.num_pages
@@ -279,15 +278,11 @@ class Scheduler:
 
     def drafts_may_follow(self) -> bool:
         """Whether the next `schedule` should come after the `update` of the newest step: because drafts are likely to
-        follow its tokens, or because forced tokens may be inserted after them."""
-        if self._speculation is None and not self._inserts:
+        follow its tokens."""
+        if self._speculation is None:
             return False
         step = self._in_flight.newest
         rows = step.rows[step.sampled]
-        if self._inserts and self._table.inserts[rows].any():
-            return True
-        if self._speculation is None:
-            return False
         rows = rows[self._table.num_tokens[rows] < self._table.token_limit[rows]]
         return self._speculation.may_follow(self._table.sequences_at(rows), step.shape)
 
@@ -339,15 +334,6 @@ class Scheduler:
         if pooled is not None:
             self._add_pooled(step, pooled)
         self._in_flight.remove_oldest()
-
-    def insert(self, seq: Sequence, token_ids: list[int]) -> None:
-        """Appends output tokens that no step samples, fewer than the sequence may still have. The last token is known.
-        The next step with this sequence computes them as it does a prompt."""
-        assert seq.is_running and not seq.num_pending and seq.num_tokens + len(token_ids) < seq.token_limit
-        seq.new_token_ids += token_ids
-        seq.num_tokens += len(token_ids)
-        seq.last_token = token_ids[-1]
-        self._outputs.add_inserted(seq, token_ids)
 
     def waiting_adapters(self) -> set[int]:
         """Adapters of waiting sequences, by number."""

@@ -75,7 +75,6 @@ class Sequence:
     job = TableColumn()
     adapter = TableColumn()
     adapter_slot = TableColumn()
-    inserts = TableColumn()
 
     __slots__ = (
         "_token_ids",

@@ -48,7 +48,6 @@ class SequenceTable(Generic[S]):
     | `gives_way_from` | number of the step from which a running sequence that overtook others gives way to them; 0 for one that did not |
     | `start_step` | number of the step in which it started |
     | `announced` | bool, whether the first output has been made |
-    | `inserts` | bool, whether forced tokens are inserted after each token (`jump_forward: insert`), so that the next step waits for its value |
 
     Invariant: `num_confirmed <= num_computed <= num_tokens` and `num_confirmed <= num_tokens - num_pending`.
     """  # noqa: E501
@@ -67,7 +66,7 @@ class SequenceTable(Generic[S]):
         self.adapter, self.adapter_slot = column(), column()
         self.queue_class, self.client = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.int64)
         self.last_output_s, self.counts_from_s = np.zeros(capacity), np.zeros(capacity)
-        self.announced, self.inserts = np.zeros(capacity, dtype=bool), np.zeros(capacity, dtype=bool)
+        self.announced = np.zeros(capacity, dtype=bool)
         self.sequences: list[S | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
 

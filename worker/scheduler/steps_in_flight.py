@@ -89,7 +89,7 @@ class PipelineStepsInFlight(StepsInFlight):
     - A sequence's next chunk may be in the very next step (`Policy.chunks_follow`).
     - A sequence waits for its token before its next decode. The exception is the oldest step when it is about to end
       (`Policy.may_overlap_oldest`): its tokens are `PENDING` in the next plan, and go from the last stage to the first
-      one from GPU to GPU. Not those of sequences that `inserts`.
+      one from GPU to GPU.
     - A preempted sequence loses the token in flight, because its slot may belong to another sequence when the token is
       sampled. It is sampled again later with the same seed and position.
     """
@@ -130,7 +130,7 @@ class PipelineStepsInFlight(StepsInFlight):
         is_known = table.num_pending[rows] == 0
         if (oldest := self._overlapped) is not None:
             samples = oldest.rows[oldest.samples & ~oldest.dropped]
-            is_known |= (table.num_pending[rows] == 1) & np.isin(rows, samples) & ~table.inserts[rows]
+            is_known |= (table.num_pending[rows] == 1) & np.isin(rows, samples)
         chunked = running.chunked & is_known
         if not self._policy.chunks_follow:
             chunked &= table.num_confirmed[rows] == running.computed

@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 from typing import Any
 
 import httpx
-import pytest
 
 from router.config import RouterConfig
 from router.metrics.metrics import Metrics
@@ -81,17 +80,13 @@ def test_refusals_are_counted_by_reason(make_stack: Make, make_replica: Make) ->
     assert stack.metric('shoal_refused_requests_total{model="tiny",reason="overloaded",status="429"}') == 2
 
 
-def test_the_hit_rate_and_its_ceiling_are_of_the_same_requests(make_stack: Make, make_replica: Make) -> None:
-    stack = make_stack(make_replica())
-    stack.fakes["r0"].cached_tokens = 16
-    assert (state(stack)["models"][0]["hit_rate"], state(stack)["models"][0]["hit_ceiling"]) == (None, None)
-    prompt = [7] * 40
-    for _ in range(4):
-        httpx.post(f"{stack.url}/v1/completions", json={"model": "tiny", "prompt": prompt}).raise_for_status()
-    (model,) = state(stack)["models"]
-    assert model["hit_rate"] == pytest.approx(16 / 40)
-    assert model["hit_ceiling"] == pytest.approx(3 * 32 / (4 * 40), abs=0.01), "the last 8 are no whole page"
-    assert stack.metric("shoal_prefix_hit_ceiling") == pytest.approx(model["hit_ceiling"])
+def test_the_hit_rate_is_of_all_replicas(make_stack: Make, make_replica: Make) -> None:
+    stack = make_stack(make_replica(), make_replica())
+    for name, prompt_tokens, cached_tokens in (("r0", 0, 0), ("r1", 0, 0), ("r0", 30, 16), ("r1", 10, 4)):
+        load = ReplicaLoad(incarnation="one", prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
+        stack.fakes[name].tell(load)
+        stack.until(lambda name=name, load=load: stack.service.metrics.loads[name].cached_tokens == load.cached_tokens)
+    assert state(stack)["models"][0]["hit_rate"] == stack.metric("shoal_prefix_hit_rate") == 20 / 40
 
 
 def test_the_page_needs_no_key_and_has_none(make_stack: Make, make_replica: Make) -> None:

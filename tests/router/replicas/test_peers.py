@@ -9,8 +9,6 @@ import zmq.asyncio
 
 from router.fleet.fleet import Fleet
 from router.fleet.known_replica import PEER_EXPIRES_S, PeerBooking
-from router.metrics.prefix_reuse import PrefixReuse
-from router.replicas import peers as exchange
 from router.replicas.peers import Peers
 from tests.clock import Clock
 from tests.plane import SECRET
@@ -81,7 +79,7 @@ def run(work: Callable[[list[Fleet], list[Peers]], object]) -> None:
 
     async def main() -> None:
         fleets = [fleet(name="") for _ in range(3)]
-        peers = [Peers(each, "127.0.0.1", PrefixReuse(), SECRET) for each in fleets]
+        peers = [Peers(each, "127.0.0.1", SECRET) for each in fleets]
         with ExitStack() as contexts:
             for each in peers:
                 each.start(contexts.enter_context(zmq.asyncio.Context()))
@@ -121,24 +119,6 @@ def test_routers_find_each_other_by_what_replicas_tell() -> None:
     run(work)
 
 
-def test_routers_know_the_hit_rate_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "REUSE_EVERY_S", 0.005)
-
-    async def work(fleets: list[Fleet], peers: list[Peers]) -> None:
-        reuses = [each._reuse for each in peers]
-        reuses[0].add(PROMPT * 4, cached_tokens=0)
-        reuses[0].add(PROMPT * 4, cached_tokens=128)
-        peers[1].found("a", {peers[0].name: peers[0].address})
-        while reuses[1].hit_rate is None:
-            await asyncio.sleep(0.005)
-        assert reuses[1].hit_rate == reuses[0].hit_rate == 0.25
-        assert reuses[1].ceiling == reuses[0].ceiling == pytest.approx(0.5, abs=0.01)
-        reuses[1].add(PROMPT * 4, cached_tokens=256)
-        assert reuses[1].hit_rate == 0.5, "of both"
-
-    run(work)
-
-
 def test_what_is_no_booking_is_passed_over() -> None:
     async def work(fleets: list[Fleet], peers: list[Peers]) -> None:
         peers[1].found("a", {peers[0].name: peers[0].address})
@@ -155,6 +135,6 @@ def test_what_is_no_booking_is_passed_over() -> None:
 def test_a_host_that_is_not_this_machine_is_an_error() -> None:
     async def main() -> None:
         with zmq.asyncio.Context() as context, pytest.raises(zmq.ZMQError):
-            Peers(fleet(), "192.0.2.1", PrefixReuse(), SECRET).start(context)
+            Peers(fleet(), "192.0.2.1", SECRET).start(context)
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from pipeline.meter import Span
 from pipeline.schedule import POLICIES
-from pipeline.uniform import Uniform
+from pipeline.stage_balanced import StageBalanced
 from tests.worker.covering import SHARDED
 from tests.worker.driver import Driver, prompt
 from tests.worker.pipelines import pipeline
@@ -361,7 +361,7 @@ def test_recurrent_states_go_on_from_checkpoints(
 def test_tokens_go_from_the_last_stage_to_the_first(
     pp: int, tp: int, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Uniform, "LEAD_S", 1e9)  # whatever the time
+    monkeypatch.setattr(StageBalanced, "LEAD_S", 1e9)  # whatever the time
     with pipeline(tiny_model("llama"), pp=pp, tp=tp, overlap=True) as engine:
         expect, waits = engine.executor.announce, []
         engine.executor.announce = lambda plan: waits.append(int((plan.token_ids == PENDING).sum())) or expect(plan)
