@@ -237,7 +237,7 @@ def read(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
             result = json.loads(path.read_text())
             _section(path.stem, result)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no result of bench.results.write: {error!r}") from error
+            raise ValueError(f"{path} is not a result of bench.results.write: {error!r}") from error
         results[path.stem] = result
     return results
 

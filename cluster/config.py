@@ -47,7 +47,9 @@ class ReplicaConfig(WorkerConfig, ModelConfig):
     max_replicas: int | None = Field(
         None,
         ge=1,
-        description="most replicas that autoscaling starts; by default there is no autoscaling (docs/MODELS.md)",
+        description=(
+            "most replicas that autoscaling starts; set it to let their number follow the demand (docs/MANY_MODELS.md)"
+        ),
     )
     min_replicas: int = Field(
         1,
@@ -58,14 +60,18 @@ class ReplicaConfig(WorkerConfig, ModelConfig):
     target_wait_s: float = Field(
         2.0,
         gt=0,
-        description="seconds that a new request may be predicted to wait in the shortest queue: when it is more for "
-        "as long, autoscaling starts replicas",
+        description=(
+            "autoscaling starts replicas when a new request would wait longer than these seconds, for as long; "
+            "lower it for quicker first tokens, at the price of more replicas"
+        ),
     )
     downscale_delay_s: float = Field(
         300.0,
         gt=0,
-        description="seconds for which the load must have fit on one replica fewer until autoscaling takes one away, "
-        "and for which there must have been no request until it takes the last one",
+        description=(
+            "seconds for which one replica fewer must have sufficed before autoscaling takes one away, and "
+            "without any request before it takes the last; raise it for models that load slowly"
+        ),
     )
     replica_host: str | None = Field(
         None,
@@ -75,8 +81,10 @@ class ReplicaConfig(WorkerConfig, ModelConfig):
     cpus_per_rank: float | None = Field(
         None,
         gt=0,
-        description="Ray CPUs that one rank reserves, and its number of threads; by default an equal share of this "
-        "machine's cores, or 1 on a cluster that is joined",
+        description=(
+            "Ray CPUs that one rank reserves, and its number of threads; by default an equal share of this "
+            "machine's cores, or 1 on a cluster that is joined"
+        ),
     )
     gpus_per_rank: float = Field(
         1.0, gt=0, le=1, description="Ray GPUs that one rank reserves when the model runs on GPUs"
@@ -189,13 +197,18 @@ class Config(ReplicaConfig, RouterConfig):
     routers: int | None = Field(
         None,
         ge=1,
-        description="HTTP processes in front of the replicas, on each machine of router_hosts, which share one port "
-        "there; by default one per two replicas, of the most that autoscaling may start, over all machines",
+        description=(
+            "HTTP processes in front of the replicas, on each machine of router_hosts; by default one per two "
+            "replicas (of the most that autoscaling may start) over all machines. Set more for many streams at "
+            "once"
+        ),
     )
     router_hosts: tuple[str, ...] = Field(
         (),
-        description="machines that routers run on, by their addresses in Ray; by default only the one of `shoal "
-        "serve`. Their CPUs are reserved before replicas take them",
+        description=(
+            "machines that routers run on, by their addresses in Ray; by default only the one of `shoal serve`. "
+            "Set several so that clients survive the loss of one"
+        ),
     )
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all network interfaces")
     port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
@@ -203,9 +216,7 @@ class Config(ReplicaConfig, RouterConfig):
         None,
         description="the Ray cluster to join: host:port, or auto; by default Ray is started on this machine",
     )
-    cpus_per_router: float = Field(
-        1.0, gt=0, description="CPUs for which one router needs room, next to those of replicas"
-    )
+    cpus_per_router: float = Field(1.0, gt=0, description="CPUs that are kept free of replicas for each router")
     health_check_period_s: float = Field(
         0.5,
         ge=0.1,
@@ -214,11 +225,12 @@ class Config(ReplicaConfig, RouterConfig):
     drain_s: float = Field(
         120.0,
         ge=0,
-        description="seconds that streams may go on at a replica that is taken away; then they go on at another one, "
-        "which computes their tokens again. When the whole server ends, streams have as long at the routers, and then "
-        "end with the error server_ends. A router that only a change takes away has no limit: its streams end by "
-        "themselves. In two minutes, 4,000 tokens come at 33 tokens a second; some clouds give as much notice of a "
-        "machine that they take back",
+        description=(
+            "on shutdown or scale-down, seconds for which running streams may go on. Then streams of a replica "
+            "go on at another one, which computes their tokens again; when the whole server ends, they end with "
+            "the error server_ends. Raise it for very long answers, lower it where machines are taken back "
+            "sooner"
+        ),
     )
 
     log_format: LogFormat = Field(
@@ -299,10 +311,10 @@ class Config(ReplicaConfig, RouterConfig):
         replicas = sum(deployment.most_replicas for deployment in self.deployments)
         return self.routers or max(1, -(-replicas // (2 * max(1, len(self.router_hosts)))))
 
-    def to_yaml(self) -> str:
-        """The configuration as YAML, one key per line: the model, and the settings that are not the defaults, those of
-        the model and of the server first, secrets as asterisks. Of an entry of `models`, only what differs from the
-        settings next to `models`."""
+    def to_yaml(self, defaults: bool = False) -> str:
+        """The configuration as YAML, one key per line: the model, and the settings that are not the defaults (with
+        `defaults` all settings), those of the model and of the server first, secrets as asterisks. Of an entry of
+        `models`, only what differs from the settings next to `models`."""
         values = self.model_dump(mode="json", exclude={"models"})
         first = (*ReplicaConfig.__annotations__, *Config.__annotations__)
         own = {key: values.pop(key) for key in first if key in values}
@@ -310,8 +322,9 @@ class Config(ReplicaConfig, RouterConfig):
         if self.models:
             values = {key: value for key, value in values.items() if key not in OF_ONE_MODEL}
             values["models"] = [_written(entry, values) for entry in self.models]
-        default = Config.model_validate({}).model_dump(mode="json")
-        values = {key: value for key, value in values.items() if key == "model" or value != default[key]}
+        if not defaults:
+            default = Config.model_validate({}).model_dump(mode="json")
+            values = {key: value for key, value in values.items() if key == "model" or value != default[key]}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -73,7 +73,7 @@ def _check(path: Path, tensors: list[Any]) -> None:
     unknown = sorted({tensor.tensor_type.name for tensor in quantized} - set(KEPT_FORMATS))
     if unknown:
         kept = ", ".join(KEPT_FORMATS)
-        raise ValueError(f"{path.name} has matrices in {', '.join(unknown)}, which is none of {kept}: {_ADVICE}")
+        raise ValueError(f"{path.name} has matrices in {', '.join(unknown)}, which are not among {kept}: {_ADVICE}")
     if experts := [tensor.name for tensor in quantized if len(tensor.shape) != 2]:
         what = f"{path.name} has quantized experts, as {experts[0]}"
         raise ValueError(f"{what}, which cannot be kept as they are: {_ADVICE}")

@@ -12,10 +12,10 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +39,7 @@ from cluster.joined import Deployed
 from cluster.models import resolve, sampling_defaults, with_draft_folder
 from router.access.auth import Keys
 from router.http.listener import certificate_of
+from worker.config import AUTO_DTYPES
 
 POLL_S = 0.2
 START_S = 600.0  # that a server without replicas may take
@@ -98,6 +99,7 @@ class _Launch:
         self._console = console
         self._line = console.status("") if console.is_terminal else None
         self._said = ""
+        self._begun = time.monotonic()
         self._folder: Path | None = None  # of the Ray that was started here
         self._watch: local.RayWatch | None = None  # over it
         self._port: socket.socket | None = None  # of this machine, held while routers come and go
@@ -394,7 +396,13 @@ class _Launch:
         names = [entry.name for entry in self._config.entries]
         body = json.dumps({"model": names[0]} | example)
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.api_key or self._config.api_key_file else ""
+        self._print(f"\nReady after {time.monotonic() - self._begun:.0f} s")
+        loads = _loads(f"{self._url}/state", self._config)
+        for deployment in self._config.deployments:
+            self._print(f"  {deployment.name}: {derived(deployment, loads.get(deployment.name, ()))}")
         self._print(f"\nShoal serves {', '.join(names)} at {self._url}/v1\n")
+        self._print(f"  live page: {self._url}/")
+        self._print(f"  chat: shoal chat --url {self._url}")
         self._print(f"  curl {self._url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n")
         if self._folder is not None:
             self._print(f"Logs are in {local.logs(self._folder)} until it ends.\n")
@@ -504,7 +512,7 @@ def _overview() -> ApplicationStatusOverview | None:
 def _short(overview: ApplicationStatusOverview | None) -> str:
     """A summary, `Router: 1 running; Replica: 1 running, 1 starting`, and why a replica cannot start yet."""
     if overview is None or not overview.deployments:
-        return "nothing deployed yet"
+        return "starting"
     parts = []
     for name, deployment in sorted(overview.deployments.items(), reverse=True):
         counts = [f"{count} {state.lower()}" for state, count in deployment.replica_states.items() if count]
@@ -538,11 +546,43 @@ def _failure(overview: ApplicationStatusOverview | None) -> str | None:
     return lines[-1] if lines else text
 
 
+def derived(config: DeploymentConfig, loads: Sequence[Mapping[str, Any]]) -> str:
+    """The values that follow from a model's settings and the machine, for people: `2 replicas on cpu, float32, 4,096 KV
+    tokens each, 3 threads a rank`. `loads`: of its replicas, as `/state` has them."""
+    parts = [f"{config.replicas} replica{'s' * (config.replicas != 1)} on {config.device}"]
+    parts.append(AUTO_DTYPES.get(config.device, "auto") if config.dtype == "auto" else config.dtype)
+    if tokens := [load["kv_tokens_total"] for load in loads]:
+        parts.append(f"{min(tokens):,} KV tokens{' each' * (len(tokens) > 1)}")
+    if config.device == "cpu":
+        parts.append(f"{config.cpu_threads or max(1, int(config.cpus_per_rank or 1))} threads a rank")
+    return ", ".join(parts)
+
+
+def _loads(url: str, config: Config) -> dict[str, list[dict[str, Any]]]:
+    """The loads of the replicas of each model by its name, as far as a router tells them without a key of a file."""
+    try:
+        models = _asked(url, config)["models"]
+    except (OSError, ValueError):
+        return {}
+    return {it["name"]: [each["load"] for each in it["replicas"] if each["load"]] for it in models}
+
+
 def _is_ready(url: str, config: Config) -> bool:
     """Whether each model that replicas serve has one that a router has reached, but for those that sleep by now."""
     sleep = {deployment.name for deployment in config.deployments if deployment.may_sleep}
     try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return all(number or name in sleep for name, number in json.load(response)["models"].items())
-    except (urllib.error.URLError, OSError, ValueError):
+        return all(number or name in sleep for name, number in _asked(url, config)["models"].items())
+    except (OSError, ValueError):
         return False
+
+
+def _asked(url: str, config: Config) -> Any:
+    """A router's answer. Raises OSError and ValueError. The router's certificate is for the name that clients use, and
+    the address here is another one, of this machine: so nothing is verified."""
+    request = urllib.request.Request(url)
+    if config.api_key is not None:
+        request.add_header("Authorization", f"Bearer {config.api_key.get_secret_value()}")
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with urllib.request.urlopen(request, timeout=2, context=context) as response:
+        return json.load(response)

@@ -173,7 +173,7 @@ def _checked(path: Path, weights: bool = True) -> Path:
         needed = ("config.json", "*.safetensors") if weights else ("config.json",)
         missing = [what for what in needed if not any(path.glob(what))]
         if missing:
-            raise ModelError(f"{path} is no model folder: it has no {' and no '.join(missing)}")
+            raise ModelError(f"{path} is not a model folder: it has no {' and no '.join(missing)}")
         return path
     if path.suffix != ".gguf":
         raise ModelError(f"{path} is neither a folder nor a .gguf file")

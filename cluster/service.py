@@ -47,8 +47,8 @@ def open_service(
     output_format = tokenizer.output_format(config.tool_call_parser, config.reasoning_parser, model_config(folder))
     if (written := unended_turn(tokenizer, output_format, eos_token_ids(folder, None))) is not None:
         log.warning(
-            "%s: the chat template ends turns with %r, which is no end token, so answers may go on behind it: add it "
-            "to eos_token_id in generation_config.json",
+            "%s: the chat template ends turns with %r, which is not an end token, so answers may go on behind it: add "
+            "it to eos_token_id in generation_config.json",
             config.name,
             written,
         )

@@ -25,7 +25,7 @@ def stop(address: str | None, pid: int | None = None) -> str:
             raise NotStopped(f"several servers run here: choose one with --pid {' or '.join(map(str, own))}")
         return _stop_own(*own.popitem())
     if pid is not None:
-        raise NotStopped(f"process {pid} is no server of this machine")
+        raise NotStopped(f"process {pid} is not a server on this machine")
     return _stop_joined(address)
 
 

@@ -273,7 +273,7 @@ class CostModel:
                 raise ValueError("it has steps in it that took no time")
             coefficients = Coefficients(learned, self.rows)
         except (KeyError, TypeError, ArithmeticError, RecursionError) as error:
-            raise ValueError(f"it is no saved cost model ({type(error).__name__}: {error})") from error
+            raise ValueError(f"it is not a saved cost model ({type(error).__name__}: {error})") from error
         for row in rows:
             self._window.add(*row)
         self._ratios.extend(ratios)

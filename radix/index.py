@@ -95,7 +95,7 @@ class IndexedCache:
     def _remove(self, event: Removed) -> None:
         end, above, num_bytes = self._known(event.node)
         if event.node in self._num_children or not num_bytes:
-            raise ValueError(f"node {event.node} is no leaf")
+            raise ValueError(f"node {event.node} is not a leaf")
         del self._nodes[event.node]
         left = self._num_children[above] - 1
         if left:

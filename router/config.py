@@ -41,25 +41,38 @@ class ModelConfig(BaseModel):
 
     aliases: Aliases = Field((), description="further names of the model in the API; answers have its own name")
     placement: Literal["cache_aware", "least_load", "round_robin"] = Field(
-        "cache_aware", description="how a router chooses the replica for a request"
+        "cache_aware",
+        description=(
+            "how a router chooses the replica for a request: cache_aware takes the one where the answer begins "
+            "soonest, by caches and load; least_load and round_robin leave caches out, for comparison"
+        ),
     )
     replica_wait_s: float = Field(
         60.0,
         ge=0,
-        description="seconds that a request, or a stream that lost its replica, waits while no replica is there, "
-        "before it ends with no_replica",
+        description=(
+            "seconds that a request, or a stream that lost its replica, waits while no replica is there, before "
+            "it ends with no_replica; raise it above the time that a replica takes to start, so that none fails "
+            "meanwhile"
+        ),
     )
     max_prompts: int = Field(2048, ge=1, description="most sequences (prompts times n) per HTTP request")
     clamp_max_tokens: bool = Field(
         False,
-        description="whether max_tokens may be more than what the context has left after the prompt: the answer then "
-        "ends there, with finish_reason length; otherwise such a request is refused. Messages are always answered",
+        description=(
+            "set this for clients that send a large max_tokens with every request: the answer then ends where "
+            "the context does, with finish_reason length; otherwise such a request is refused. Messages are "
+            "always answered so"
+        ),
     )
     max_waiting_tokens: int = Field(
         1 << 22,
         ge=1,
-        description="prompt tokens that may wait at a replica, as a router knows them; when as many wait at each, new "
-        "requests are refused with 429 before they are tokenised",
+        description=(
+            "prompt tokens that may wait at a replica, as a router knows them; when as many wait at each, new "
+            "requests get 429 before they are tokenised. Lower it to refuse early instead of letting clients "
+            "wait"
+        ),
     )
     max_priority: int = Field(
         0,
@@ -167,8 +180,10 @@ class RouterConfig(ModelConfig):
     max_held_bytes: int = Field(
         256 << 20,
         ge=1024,
-        description="most bytes of request bodies that a router holds at once, each until its answer ends; a client "
-        "may hold as many as would be left for others then (alone, half), and further requests of it get 503",
+        description=(
+            "most bytes of request bodies that a router holds at once, each until its answer ends; a client "
+            "beyond its share gets 503 (docs/LIMITS.md). Raise it for long prompts of many clients"
+        ),
     )
     max_header_bytes: int = Field(
         32 << 10,
@@ -218,8 +233,10 @@ class RouterConfig(ModelConfig):
     max_background_responses: int = Field(
         64,
         ge=1,
-        description="most responses that a router makes in the background at once; further ones get 429, and those of "
-        "a client that has as many as would be left for others then (alone, half)",
+        description=(
+            "most responses that a router makes in the background at once; further ones get 429, as do a "
+            "client's beyond its share (docs/LIMITS.md)"
+        ),
     )
 
     @field_validator("cors_origins")

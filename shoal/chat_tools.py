@@ -125,7 +125,7 @@ def described(function: Callable[..., Any], name: str) -> PythonTool:
     """A tool with the description and the parameters that the function's docstring and signature tell. Raises ToolError
     if it has no signature."""
     if not NAME.fullmatch(name):
-        raise ToolError(f"{name} is no name for a tool: letters, digits and _, 64 at most")
+        raise ToolError(f"{name} cannot be the name of a tool: letters, digits and _, 64 at most")
     try:
         signature = _signature(function)
     except (ValueError, TypeError):

@@ -78,7 +78,7 @@ class Client:
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(None, connect=10))
         except httpx.InvalidURL as error:
-            raise ServerError(f"{url!r} is no URL of a server: {error}") from None
+            raise ServerError(f"{url!r} is not the URL of a server: {error}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +101,9 @@ class Client:
                 raise ServerError(f"{self.url}: {_reason(response)}")
             return {model["id"]: model for model in response.json()["data"]}
         except (ValueError, KeyError, TypeError):
-            raise ServerError(f"{self.url} does not speak OpenAI's protocol: /v1/models is no list of models") from None
+            raise ServerError(
+                f"{self.url} does not speak OpenAI's protocol: /v1/models is not a list of models"
+            ) from None
 
     def chat(
         self, model: str, messages: list[dict[str, Any]], answer: ChatAnswer, **parameters: Any

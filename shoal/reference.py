@@ -69,15 +69,7 @@ ENVIRONMENT_OF_OTHERS = {
     "HF_TOKEN": "the hub's token, for models that ask for one",
     "PIP_INDEX_URL, PIP_EXTRA_INDEX_URL": "where pip fetches packages, and `shoal pull` a known model",
 }
-COMMANDS = (
-    "stop",
-    "chat",
-    "status",
-    "logs",
-    "pull",
-    "check-schema",
-    *(f"bench {name}" for name, (module, _) in cli.BENCHES.items() if find_spec(module)),
-)
+COMMANDS = ("stop", "chat", "status", "logs", "pull", "check-schema")
 WIDTH = 110  # columns of the commands' help
 
 
@@ -122,8 +114,8 @@ def _lines() -> Iterator[str]:
     yield "`--page-size`), in the `args` of the Serve application and in the Helm chart. Flags win over the file."
     yield "An unknown name or a wrong value is an error. A change of `args` makes Serve restart everything. A"
     yield "change of `num_replicas` of its deployments `Replica` and `Router` restarts nothing: set the numbers of"
-    yield "both there. With several models, each has a deployment `Replica-NAME`, in which every sign of the name"
-    yield "that is no letter, digit, `_`, `.` or `-` is a `-`."
+    yield "both there. With several models, each has a deployment `Replica-NAME`; signs of the name other than letters,"
+    yield "digits, `_`, `.` and `-` become `-` there."
     yield ""
     also = ", ".join(f"`{name}`" for name in OTHER_SETTINGS)
     yield f"`shoal.Engine` takes the settings of a replica, and {also}, as keyword arguments."
@@ -181,6 +173,9 @@ def _lines() -> Iterator[str]:
     yield "`shoal serve` takes the settings above, and `--config FILE`."
     for command in COMMANDS:
         yield from ("", f"### shoal {command}", "", "```text", *help_of(command), "```")
+    yield from ("", "### shoal bench", "", "`shoal bench NAME --help` has the options.", "")
+    benches = {name: what for name, (module, what) in cli.BENCHES.items() if find_spec(module)}
+    yield from _table(("name", "measures"), ((f"`{name}`", what) for name, what in benches.items()))
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

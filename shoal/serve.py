@@ -1,11 +1,12 @@
 """`shoal serve`: reads the configuration from a file and from flags, then starts the server."""
 
 import sys
+import textwrap
 from pathlib import Path
 
 from cluster.config import Config, ConfigError, load
 from cluster.followed_config import FollowedConfig
-from shoal import flags
+from shoal import __version__, flags
 from shoal.help import Parser
 
 EXAMPLES = """\
@@ -28,7 +29,7 @@ Several models behind one address, each with replicas and settings of its own, o
     - {name: large, model: ORG/NAME, replicas: 1, tp: 4}
     - {name: other, upstream: {url: https://example.com/v1, model: ITS_NAME, api_key_env: OTHER_API_KEY}}
 
-At the start, the settings that are not the defaults are printed as such a file. Ctrl-C ends the server and everything
+The first lines are the settings that are not the defaults, as such a file. Ctrl-C ends the server and everything
 that it started; SIGTERM lets answers that are on their way end first, within drain_s.
 """
 
@@ -45,6 +46,11 @@ def parser() -> Parser:
         "touch none that goes on running",
     )
     made.add_argument("--check", action="store_true", help="only say whether the configuration is right")
+    made.add_argument(
+        "--show-settings",
+        action="store_true",
+        help="only print every setting and its value; null is chosen at the start",
+    )
     flags.add(made, Config)
     return made
 
@@ -68,7 +74,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.check:
         return 0
-    print(config.to_yaml(), flush=True)
+    if args.show_settings:
+        print(config.to_yaml(defaults=True), end="")
+        return 0
+    print(f"Shoal {__version__}: the settings that are not the defaults (shoal serve --show-settings prints all)")
+    print(textwrap.indent(config.to_yaml(), "  "), flush=True)
 
     from cluster import launch  # Ray takes seconds to import: not before the configuration is right
 

@@ -178,7 +178,7 @@ def replicas(page: str) -> tuple[list[ReplicaStatus], list[ModelStatus]]:
                     replica.attention = sample.labels.get("backend", "")
                     replica.attention_problem = sample.labels.get("problem", "")
     except ValueError:
-        raise ServerError("/metrics is no page of Prometheus metrics") from None
+        raise ServerError("/metrics is not a page of Prometheus metrics") from None
     order = {model: number for number, model in enumerate(models)}
     of_model = sorted((order.get(found[name].model, len(order)), name) for name in reporting)
     return [found[name] for _, name in of_model], list(models.values())

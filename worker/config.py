@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+AUTO_DTYPES: dict[str, Literal["float32", "bfloat16", "float16"]] = {"cpu": "float32", "cuda": "bfloat16"}
 DEFAULT_LORAS = 8  # adapters on the device, if no number is set and there are more
 
 
@@ -23,32 +24,45 @@ class WorkerConfig(BaseModel):
     )
     quantization: Literal["fp8"] | None = Field(
         None,
-        description="fp8 rounds the layers' weight matrices to 8 bits as they load and multiplies in 8 bits: half the "
-        "memory, on GPUs from compute capability 8.9 on; matrices that a checkpoint has in 8 bits stay as they are; by "
-        "default the format of the checkpoint decides",
+        description=(
+            "set fp8 for half the memory of a dense model's weights and more speed, on GPUs from compute "
+            "capability 8.9 on: the layers' matrices are rounded to 8 bits as they load. By default the "
+            "checkpoint's own format stays"
+        ),
     )
     dequantize: bool = Field(
         False,
-        description="compute a quantized checkpoint in dtype, and keep none of its formats: a GGUF file is converted "
-        "to float32 in the cache, which takes eight times the disk space of a 4-bit file",
+        description=(
+            "set this for a checkpoint whose format is refused: it is computed in dtype. A GGUF file is "
+            "converted to float32 in the cache, which takes eight times the disk space of a 4-bit file"
+        ),
     )
     tp: int = Field(1, ge=1, description="tensor-parallel ranks per pipeline stage")
     enable_expert_parallel: bool = Field(
         False,
-        description="with tp, each rank holds whole experts of every layer, in place of a part of each expert; "
-        "attention and shared experts are cut as without",
+        description=(
+            "with tp, each rank holds whole experts, not a part of each; for mixtures of experts that serve "
+            "many requests at once. One sequence, and prompts, are faster without"
+        ),
     )
     pp: int = Field(1, ge=1, description="pipeline stages per replica")
     stage_layers: str | None = Field(
         None,
-        description="number of layers of each pipeline stage, as in 20,20,21,19: for devices of different speed, or "
-        "for a load of prefill alone or decode alone; by default stages take about the same time for both, with the "
-        "LM head on the last stage counted",
+        description=(
+            "layers of each pipeline stage, as in 20,20,21,19; set it for devices of different speed, or for "
+            "prefill or decode alone. By default stages take about the same time for both, with the LM head "
+            "counted"
+        ),
         json_schema_extra={"pattern": "^0*[1-9][0-9]*(,0*[1-9][0-9]*)*$"},
     )
     page_size: int = Field(16, ge=1, le=64, description="tokens per KV page; prefixes are shared in whole pages")
     kv_tokens: int | None = Field(
-        None, ge=16, description="capacity of the KV cache in tokens; by default as many as fit into the free memory"
+        None,
+        ge=16,
+        description=(
+            "capacity of the KV cache in tokens; by default as many as fit into the free memory. Set it to "
+            "leave memory to other programs"
+        ),
     )
     kv_memory_fraction: float | None = Field(
         None,
@@ -61,24 +75,32 @@ class WorkerConfig(BaseModel):
     window_kv_tokens: int | None = Field(
         None,
         ge=0,
-        description="for models in which some layers see a window of the last tokens only (Gemma, gpt-oss): how many "
-        "tokens of these layers are kept; 0 to keep all that the other layers keep. By default a quarter of these, or "
-        "what sequences need that are 3,072 tokens longer than the window, if that is more; fewer leave more room for "
-        "long sequences",
+        description=(
+            "for models in which some layers see a window of the last tokens only (Gemma, gpt-oss): how many "
+            "tokens these layers keep. Lower it to fit more long sequences, raise it for many short ones; 0 "
+            "keeps as many as the other layers. By default a quarter of these, or what sequences need that are "
+            "3,072 tokens longer than the window, if that is more"
+        ),
     )
     state_checkpoints: int | None = Field(
         None,
         ge=0,
-        description="for models with recurrent states (linear attention, short convolutions): how many copies of states"
-        " are kept, from which prompts that begin alike go on; 0 for none, so that every prompt is computed whole. By "
-        "default as many as take the memory of the KV cache, and at most one for 64 tokens of it",
+        description=(
+            "for models with recurrent states (linear attention, short convolutions): how many copies of states "
+            "are kept, from which prompts that begin alike go on. Raise it where "
+            "shoal_checkpoints_evicted_total grows quickly; with 0 every prompt is computed whole. By default "
+            "as many as take the memory of the KV cache, at most one for 64 tokens of it"
+        ),
     )
     checkpoint_interval: int = Field(
         2048,
         ge=1,
-        description="for models with recurrent states: tokens after which a long prompt or output gets the next copy, "
-        "rounded up to whole pages; a prompt also gets one at its last page boundary, and one where it parts from "
-        "others. For models with windows: tokens after which a long prompt can be continued by others",
+        description=(
+            "for models with recurrent states or windows: tokens after which a long prompt can be continued by "
+            "others, in whole pages; with states, long outputs too. Raise it where copies of states run out, "
+            "lower it where long prompts part early. A prompt can be continued from its last page boundary, and "
+            "where it parts from others, in any case"
+        ),
     )
     context_length: int | None = Field(
         None, ge=1, description="most tokens of prompt and output together; by default the model's own limit"
@@ -86,42 +108,55 @@ class WorkerConfig(BaseModel):
     max_running: int = Field(
         64,
         ge=1,
-        description="most sequences that run at once; the default on a GPU is the number of sequences of 512 tokens "
-        "that the KV cache holds, at least 64 and at most 1024",
+        description=(
+            "most sequences that run at once; lower it for quicker tokens of each. By default on a GPU the "
+            "number of sequences of 512 tokens that the KV cache holds, at least 64 and at most 1024"
+        ),
     )
     token_budget: int = Field(
-        512, ge=1, description="most tokens that one step computes, decodes included; 8192 by default on a GPU"
+        512,
+        ge=1,
+        description=(
+            "most tokens that one step computes, decodes included; 8192 by default on a GPU. With schedule "
+            "fixed_chunk, lower it for shorter gaps between tokens, raise it for quicker first tokens"
+        ),
     )
     schedule: Literal["uniform", "offline", "fixed_chunk"] | None = Field(
         None,
-        description="what goes into a step. uniform: prefill is cut into chunks of equal predicted time, so that all "
-        "steps take the same time on every stage. offline: for batch jobs, where only the end of the last request "
-        "counts; requests with the longest outputs start first, and prefill is spread over the decode steps. "
-        "fixed_chunk: decodes, then chunks up to token_budget, without any prediction, as in vLLM and SGLang. By "
-        "default uniform on GPUs, for pipelines and where tbt_slo is set, else fixed_chunk",
+        description=(
+            "what a step is sized for. uniform: even gaps between tokens within tbt_slo, by steps of equal "
+            "predicted time; the default on GPUs, for pipelines and where tbt_slo is set. offline: a batch job "
+            "whose last request ends soonest; first tokens may take long. fixed_chunk: decodes, then chunks up "
+            "to token_budget, without any prediction, as in vLLM and SGLang; the default otherwise"
+        ),
     )
     finish: Literal["all", "most"] = Field(
         "all",
-        description="what counts of a job, with schedule offline. all: the end of its last request. most: as many "
-        "finished requests as early as possible, for samples of which the first enough are taken and the others "
-        "cancelled. Requests with the least expected work start first then, and prompts are computed as fast as "
-        "possible",
+        description=(
+            "what counts of a job, with schedule offline. all: the end of its last request. most: as many "
+            "finished requests as early as possible, for samples of which the first enough are taken and the "
+            "others cancelled"
+        ),
     )
     tbt_slo: float | None = Field(
         None,
         ge=0,
-        description="objective for the 99th percentile of the time between two tokens of a request, in seconds, for "
-        "schedule uniform; 0 for no objective: steps are then long enough for the lowest cost per token. By default "
-        "on a GPU 0.05, or the time of five decode iterations where that is longer",
+        description=(
+            "seconds between two tokens of a request that 99 of 100 gaps should keep to, with schedule uniform. "
+            "Raise it for more throughput; with 0 steps are as long as the lowest cost per token asks for. By "
+            "default on a GPU 0.05, or five decode iterations where that is longer"
+        ),
     )
     overlap: bool | None = Field(
         None, description="prepare the next step on the host while the device runs one; on by default on a GPU"
     )
     speculation: Literal["auto", "off"] = Field(
         "off",
-        description="auto verifies drafts of the next tokens (what the grammar forces, what the text or recent "
-        "outputs repeat, what the client predicts) where that gives more tokens a second, as predicted by the costs of "
-        "steps; no output changes by it",
+        description=(
+            "set auto for answers that fit a grammar or repeat their prompt: drafts of the next tokens (what "
+            "the grammar forces, what the text or recent outputs repeat, what the client predicts) are verified "
+            "where that gives more tokens a second. No output changes by it"
+        ),
     )
     jump_forward: Literal["exact", "off"] = Field(
         "exact",
@@ -134,9 +169,11 @@ class WorkerConfig(BaseModel):
     draft_model: str | None = Field(
         None,
         min_length=1,
-        description="a smaller model of the same vocabulary, named as a model is, whose greedy tokens are drafts, with "
-        "its own time counted; no output changes by it. Needs speculation auto, and pp 1; with tp it runs on the first "
-        "rank alone. Its KV cache has the same pages, so fewer fit into the memory",
+        description=(
+            "a smaller model of the same vocabulary, named as a model is, which drafts the next tokens; set it "
+            "with speculation auto, for text that neither grammar nor repetition foretells. No output changes "
+            "by it. Needs pp 1; with tp it runs on the first rank alone. Fewer KV tokens fit into the memory"
+        ),
     )
     lora_modules: dict[str, str] = Field(
         {},
@@ -146,9 +183,11 @@ class WorkerConfig(BaseModel):
     max_loras: int | None = Field(
         None,
         ge=0,
-        description="LoRA adapters that are in the device's memory at once, and so most different ones in a step; a "
-        "request for another one waits until one of these is not used. By default as many as lora_modules has, at most "
-        "8; with 0 there are none, and none can be loaded",
+        description=(
+            "LoRA adapters on the device at once, and so most different ones in a step; requests for others "
+            "wait. Raise it where many are asked for at once. By default as many as lora_modules has, at most "
+            "8; with 0 there are none, and none can be loaded"
+        ),
     )
     max_lora_rank: int = Field(
         16, ge=1, le=512, description="largest rank of a LoRA adapter; memory is set aside for max_loras of it"
@@ -167,24 +206,30 @@ class WorkerConfig(BaseModel):
     )
     scheduling_policy: Literal["shortest", "fcfs"] = Field(
         "shortest",
-        description="which of the waiting requests of equal priority starts next. shortest: the one with the fewest "
-        "prompt tokens to compute; while slots or pages are short, the one that has waited the longest in proportion "
-        "to its expected work, with the length of its output predicted from what the replica has served. fcfs: the "
-        "one that came first. With schedule offline, jobs have an order of their own",
+        description=(
+            "which waiting request of equal priority starts next. shortest, for the lowest mean latency: the "
+            "one with the fewest prompt tokens to compute; while slots or pages are short, the longest wait in "
+            "proportion to the expected work, with predicted lengths of outputs. fcfs: the one that came first. "
+            "With schedule offline, jobs have an order of their own"
+        ),
     )
     starvation_s: float = Field(
         5.0,
         ge=0,
-        description="seconds after which a waiting request goes before requests with fewer tokens left to prefill, "
-        "while there are slots and pages for all; "
-        "with schedule offline, requests that arrive within this time are one job, and jobs run one after the other",
+        description=(
+            "seconds after which a waiting request goes before those with shorter prompts, while there are "
+            "slots and pages for all; lower it where long prompts wait too long. With schedule offline, "
+            "requests that arrive within this time are one job, and jobs run one after the other"
+        ),
     )
     step_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="seconds after which a step that has not ended counts as hung, and its replica is replaced; must "
-        "be longer than the compilation of a kernel at its first use; by default 120, on a CPU 600. A step of a kind "
-        "that has run often may take 20 times its predicted time, but at least 15 s, on a CPU 60 s",
+        description=(
+            "seconds after which a step that has not ended counts as hung, and its replica is replaced; raise "
+            "it where kernels compile longer than that at their first use. By default 120, on a CPU 600. A kind "
+            "of step that has run often may take 20 times its predicted time, but at least 15 s, on a CPU 60 s"
+        ),
     )
     cpu_threads: int | None = Field(
         None, ge=1, description="threads of one rank on a CPU; by default PyTorch's own choice"
@@ -237,7 +282,7 @@ class WorkerConfig(BaseModel):
             return self
         counts = self.stage_layers.split(",")
         if not all(count.isdecimal() and int(count) > 0 for count in counts):
-            raise ValueError(f"stage_layers={self.stage_layers} are no numbers of layers, as in 20,20,21,19")
+            raise ValueError(f"stage_layers={self.stage_layers} are not numbers of layers, as in 20,20,21,19")
         if len(counts) != self.pp:
             raise ValueError(f"stage_layers={self.stage_layers} is of {len(counts)} stages, and pp={self.pp}")
         return self

@@ -104,7 +104,7 @@ class Http:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no URL of a server: use http://HOST:PORT")
+            raise ValueError(f"{url!r} is not the URL of a server: use http://HOST:PORT")
         self.base = f"{parts.scheme}://{parts.netloc}"
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._host, self._netloc = parts.hostname, parts.netloc

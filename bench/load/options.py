@@ -216,7 +216,7 @@ def _number(kind: Callable[[str], Any], holds: Callable[[Any], bool], wanted: st
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and holds(value)):
-            raise argparse.ArgumentTypeError(f"{text!r} is no {wanted}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {wanted}")
         return value
 
     return parse
@@ -233,7 +233,7 @@ def fractions(text: str) -> list[float]:
     try:
         fractions = [float(one) for one in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers: use 0.8,0.7,0.6") from None
+        raise argparse.ArgumentTypeError(f"{text!r} are not numbers: use 0.8,0.7,0.6") from None
     if not all(0 <= one <= 1 for one in fractions):
         raise argparse.ArgumentTypeError(f"{text!r}: probabilities are from 0 to 1")
     return fractions
@@ -254,7 +254,7 @@ def _lengths(text: str) -> workload.Lengths:
 def _range(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of ids: use A:B with A < B")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of ids: use A:B with A < B")
     return int(low), int(high)
 
 
@@ -264,5 +264,5 @@ def _table(text: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value

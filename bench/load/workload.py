@@ -116,7 +116,7 @@ class Lengths:
             ):
                 return cls("lognormal", median, sigma, *most)
         raise ValueError(
-            f"{text!r} is no length: use N, uniform:A:B or lognormal:MEDIAN:SIGMA[:MAX], in tokens, N >= 1"
+            f"{text!r} is not a length: use N, uniform:A:B or lognormal:MEDIAN:SIGMA[:MAX], in tokens, N >= 1"
         )
 
     def sample(self, rng: np.random.Generator, count: int) -> list[int]:

@@ -202,7 +202,7 @@ def _none_or_count(text: str) -> int:
 def _among(names: Iterable[str]) -> Callable[[str], list[str]]:
     def one(text: str) -> str:
         if text not in names:
-            raise ValueError(f"{text!r} is none of {', '.join(names)}")
+            raise ValueError(f"{text!r} is not one of {', '.join(names)}")
         return text
 
     return _list(one)

@@ -25,7 +25,7 @@ class ParallelLayout:
         """`tp4`, `pp4` or `tp2pp2`. Raises ValueError."""
         found = re.fullmatch(r"(?:tp(\d+))?(?:pp(\d+))?", text)
         if not text or found is None or "0" in found.groups():
-            raise ValueError(f"{text!r} is no layout: use tp4, pp4 or tp2pp2")
+            raise ValueError(f"{text!r} is not a layout: use tp4, pp4 or tp2pp2")
         return cls(*(int(size or 1) for size in found.groups()))
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.benchmark:
         parser().error("say which benchmark, for example gpu --model llama-8b --workloads mini")
     if not (args.before / "shoal" / "cli.py").is_file():
-        parser().error(f"--before {args.before}: there is no shoal/cli.py in it, so it is no checkout of Shoal")
+        parser().error(f"--before {args.before}: there is no shoal/cli.py in it, so it is not a checkout of Shoal")
     found: dict[str, list[Figures]] = {"before": [], "now": []}
     checkouts = {"before": args.before.resolve(), "now": ROOT}
     try:

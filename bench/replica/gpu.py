@@ -127,7 +127,7 @@ def _sizes(text: str) -> list[int]:
     try:
         return [int(size) for size in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers: use 64,256") from None
+        raise argparse.ArgumentTypeError(f"{text!r} are not numbers: use 64,256") from None
 
 
 def main(argv: list[str] | None = None) -> int:

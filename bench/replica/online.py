@@ -88,7 +88,7 @@ def _loads(text: str) -> list[tuple[str, str, float]]:
         what, at, rate = load.rpartition("@")
         name, _, trace = what.partition("=")
         if not at or not re.fullmatch(r"\w+", name):
-            raise argparse.ArgumentTypeError(f"{load!r} is no load: use LOAD=TRACE@RATE, as in online=conv.csv@24")
+            raise argparse.ArgumentTypeError(f"{load!r} is not a load: use LOAD=TRACE@RATE, as in online=conv.csv@24")
         made.append((name, trace, options.positive(rate)))
     return made
 

@@ -177,7 +177,9 @@ class Upstream:
             message = f"The endpoint that answers for {self.model!r} refuses this server's API key."
             return ApiError(502, message, code="upstream_unauthorized")
         if status < 400:
-            message = f"The endpoint that answers for {self.model!r} answers {status}, which is no answer."
+            message = (
+                f"The endpoint that answers for {self.model!r} answers {status}, which is not the status of an answer."
+            )
             return ApiError(502, message, code="upstream_broken")
         headers = {name: value for name in KEPT_HEADERS if (value := answer.headers.get(name))}
         if told is None:

@@ -135,7 +135,7 @@ def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> ToolChoice:
     """The choice. Raises ApiError if it needs tools that are not there."""
     names = {tool.name for tool in tools}
     if missing := sorted(set(choice.names) - names):
-        raise invalid(f"'tool_choice' names {missing[0]!r}, which is none of the 'tools'.", "tool_choice")
+        raise invalid(f"'tool_choice' names {missing[0]!r}, which is not one of the 'tools'.", "tool_choice")
     if choice.mode == "required" and not tools:
         raise invalid("'tool_choice' asks for a call, but there are no 'tools'.", "tool_choice")
     return choice

@@ -47,7 +47,7 @@ class SamplingDefaults:
         try:
             said = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no JSON object: {error}") from None
+            raise ValueError(f"{path} is not a JSON object: {error}") from None
         values: dict[str, float] = {}
         problems = []
         for name in FIELDS:

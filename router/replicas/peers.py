@@ -119,4 +119,4 @@ class Peers:
                 try:
                     self._fleet.hear(_decoder.decode(await socket.recv()))
                 except msgspec.DecodeError as error:
-                    self._odd.warning("another router told what is no message: %s", error)
+                    self._odd.warning("another router sent something other than a message: %s", error)

@@ -155,7 +155,7 @@ def _object(arguments: str) -> Any:
     """The arguments of a past call."""
     read, is_whole = past_arguments(arguments)
     if not is_whole:
-        tell("arguments of a past call are no JSON object: the model gets what can be read of them")
+        tell("arguments of a past call are not a JSON object: the model gets what can be read of them")
     return read
 
 

@@ -162,7 +162,7 @@ def decided(
             alone = [_tokens(score.token_ids, score.unconditional or ()) for score in scores]
         decision = method(choices=list(choices), **meta, unconditional_token_logprobs=alone)
         if decision.decision not in choices:
-            raise ValueError(f"the choices_method decided for {decision.decision!r}, which is none of the choices")
+            raise ValueError(f"the choices_method decided for {decision.decision!r}, which is not one of the choices")
         return choices.index(decision.decision), meta | (decision.meta_info or {})
     values = method.values(scores)
     chosen = max(range(len(values)), key=values.__getitem__)

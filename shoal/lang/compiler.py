@@ -173,7 +173,7 @@ def _text(expr: Expr, arguments: Mapping[str, Any]) -> str:
         elif isinstance(part, Placeholder) and part.branch is None:
             value = arguments[part.name]
             if not isinstance(value, str | int | float):
-                raise ProgramError(f"the argument {part.name!r} is no text: {value!r}")
+                raise ProgramError(f"the argument {part.name!r} is not a text: {value!r}")
             parts.append(str(value))
     return "".join(parts)
 

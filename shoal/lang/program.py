@@ -47,7 +47,7 @@ def resolved_backend(backend: Any) -> Backend:
     if backend is None:
         raise ValueError("there is no backend: call shoal.set_default_backend(...), or pass backend=...")
     if not isinstance(backend, Backend):
-        raise TypeError(f"{backend!r} is no backend")
+        raise TypeError(f"{backend!r} is not a backend")
     return backend
 
 
@@ -162,7 +162,7 @@ class Program:
         unknown = sorted(given.keys() - set(self.arg_names))
         if unknown:
             raise TypeError(
-                f"{self.__name__} has no argument {unknown[0]!r}, and it is no sampling parameter; it has "
+                f"{self.__name__} has no argument {unknown[0]!r}, and it is not a sampling parameter; it has "
                 f"{', '.join(self.arg_names) or 'no arguments'}"
             )
         self._signature.bind(None, **given)  # raises TypeError for a missing one

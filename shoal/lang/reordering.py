@@ -70,7 +70,7 @@ async def proposal(graph: ProgramGraph, backend: Backend, apply: Callable[[Seque
     answer = state["answer"]
     order = [int(number) - 1 for number in re.findall(r"\d+", answer)]
     if sorted(order) != list(range(len(texts))):
-        raise ProgramError(f"the model's answer is no order of {len(texts)} parts: {answer!r}")
+        raise ProgramError(f"the model's answer is not an order of {len(texts)} parts: {answer!r}")
     return Reordering(texts, order, apply)
 
 

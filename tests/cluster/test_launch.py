@@ -1,6 +1,7 @@
 """`shoal serve` as a process: it answers, says what is wrong, and leaves nothing behind."""
 
 import contextlib
+import http.server
 import io
 import ipaddress
 import json
@@ -8,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from rich.console import Console
 from bench.replica import dummy_models
 from cluster import joined, launch
 from cluster.config import Config
+from tests.certificates import Issued, elliptic
 from tests.deploy.streams import IMAGE, Clients, Stream
 
 DRAIN_S = 5
@@ -122,6 +125,9 @@ def test_a_server_answers_and_ends_without_a_trace(
         assert server.wait_for("^Shoal serves tiny-llama, org/other, far at ").split()[-1] == f"{url}/v1"
         curl = server.wait_for("^ *curl ")
         server.wait_for("Ctrl-C")
+        assert any(
+            line.startswith("  tiny-llama: 1 replica on ") and "4,096 KV tokens" in line for line in server.lines
+        )
         answer = subprocess.run(f"{curl} --silent --fail", shell=True, capture_output=True, text=True, timeout=30)
         assert answer.returncode == 0, answer.stderr
         ranks = [process for process in server.family() if "ray::Rank" in " ".join(process.cmdline())]
@@ -387,6 +393,59 @@ def test_more_gpus_than_a_machine_has() -> None:
         start._check_gpus(4, config)
     with pytest.raises(launch.LaunchError, match=r"\b0: .*\bcpu\b"):
         start._check_gpus(0, config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "loads", "said"),
+    [
+        ({"device": "cpu", "cpus_per_rank": 3.5}, [], {"2 replicas on cpu", "float32", "3 threads a rank"}),
+        (
+            {"device": "cpu", "dtype": "float16", "cpu_threads": 4, "replicas": 1},
+            [4096],
+            {"float16", "4,096 KV tokens"},
+        ),
+        ({"device": "cuda"}, [5000, 4096], {"bfloat16", "4,096 KV tokens each"}),
+    ],
+)
+def test_what_is_derived_is_told(settings: dict[str, Any], loads: list[int], said: set[str]) -> None:
+    (model,) = Config(**settings).deployments
+    parts = launch.derived(model, [{"kv_tokens_total": tokens} for tokens in loads]).split(", ")
+    assert said <= set(parts)
+    assert any("thread" in part for part in parts) == (model.device == "cpu")
+    assert any("KV" in part for part in parts) == bool(loads)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_router_with_a_key_and_a_certificate_is_asked(is_closed: bool, tmp_path: Path) -> None:
+    """The certificate is nobody's whom this machine trusts."""
+    issued = Issued(tmp_path)
+    issued.issue(elliptic())
+
+    class Router(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.headers["Authorization"] == "Bearer sesame" or not is_closed else 401)
+            self.end_headers()
+            replicas = [{"load": {"kv_tokens_total": 64}}, {"load": None}]
+            state = {"models": [{"name": "tiny", "replicas": replicas}]}
+            self.wfile.write(json.dumps({"models": {"tiny": 1}} if self.path == "/ready" else state).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(issued.certificate, issued.key)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Router) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"https://127.0.0.1:{server.server_port}"
+        config = Config(**issued.limits, api_key="sesame")
+        assert launch._is_ready(f"{url}/ready", config)
+        assert launch._loads(f"{url}/state", config) == {"tiny": [{"kv_tokens_total": 64}]}
+        assert launch._loads(f"{url}/state", Config(**issued.limits)) == (
+            {} if is_closed else {"tiny": [{"kv_tokens_total": 64}]}
+        )
+        server.shutdown()
+    assert not launch._is_ready(f"{url}/ready", config)
 
 
 def test_how_the_model_wants_to_be_sampled_is_told_at_the_start(tmp_path: Path) -> None:

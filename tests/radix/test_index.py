@@ -106,8 +106,8 @@ def with_events(*events: Event) -> IndexedCache:
         (Split(1, 5, 4), "cannot be split"),
         (Split(0, 5, 2), "cannot be split"),
         (Removed(9), "node 9 is not known"),
-        (Removed(1), "no leaf"),
-        (Removed(0), "no leaf"),
+        (Removed(1), "not a leaf"),
+        (Removed(0), "not a leaf"),
     ],
 )
 def test_an_event_that_does_not_fit_is_an_error_that_changes_nothing(event: Event, says: str):

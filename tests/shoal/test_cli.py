@@ -8,6 +8,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shoal import __version__, cli, pull, serve
 
@@ -116,6 +117,12 @@ def test_flags_win_over_the_file_and_no_default_is_printed(launched: list, tmp_p
     assert (config.replicas, config.port, config.placement) == (3, 9001, "round_robin")
     shown = capsys.readouterr().out
     assert "port: 9001" in shown and "page_size" not in shown and "hush" not in shown
+
+
+def test_all_settings_are_shown_and_nothing_is_started(launched: list, capsys: Captured) -> None:
+    assert serve.main(["--show-settings", "--port", "9001"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["port"] == 9001 and shown["page_size"] == 16 and launched == []
 
 
 @pytest.mark.parametrize("argv", [["./mine", "--port", "9001"], ["--port", "9001", "./mine"], ["--model", "./mine"]])

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, SecretStr
 
 from cluster.config import DEFAULTS, UPSTREAM_FIELDS, Config
 from router.metrics.metrics import Metrics
-from shoal import reference
+from shoal import cli, reference
 from shoal.reference import Unexplained
 
 
@@ -66,6 +66,9 @@ def test_every_variable_of_the_source_is_there(page: str) -> None:
 def test_every_command_explains_itself(page: str) -> None:
     for command in reference.COMMANDS:
         assert f"### shoal {command}\n\n```text\nusage: shoal {command} " in page
+    assert set(reference.COMMANDS) | {"serve", "bench"} == set(cli.COMMANDS)
+    benches = page.split("\n### shoal bench\n")[1]
+    assert [name for name in cli.BENCHES if f"\n| `{name}` | " not in benches] == []
 
 
 def test_the_page_does_not_depend_on_the_terminal(page: str, monkeypatch: pytest.MonkeyPatch) -> None:

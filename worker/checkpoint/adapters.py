@@ -154,7 +154,7 @@ def _settings(folder: Path, max_rank: int) -> tuple[float, int]:
         config = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except OSError as error:
-        raise ValueError(f"{folder} is no adapter: {path.name} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{folder} is not an adapter: {path.name} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not as PEFT writes it for LoRA: {error!r}") from None
     if config.get("peft_type", "LORA") != "LORA":

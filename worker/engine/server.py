@@ -329,7 +329,7 @@ class Server:
             try:
                 message = decode_from_router(frame)
             except msgspec.DecodeError as error:
-                self._odd_frames.warning("dropped a frame of %d bytes that is no message: %s", len(frame), error)
+                self._odd_frames.warning("dropped a frame of %d bytes that is not a message: %s", len(frame), error)
                 continue
             self._handle(router, message)
 

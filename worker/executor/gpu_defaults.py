@@ -11,7 +11,7 @@ import torch
 
 from kernels.linear.fp8_linear import CAPABILITY
 from pipeline.roofline import DEVICES, make_stages
-from worker.config import WorkerConfig
+from worker.config import AUTO_DTYPES, WorkerConfig
 from worker.executor.kv_cache import GPU_MEMORY_FRACTION, row_bytes
 from worker.models.config import DecoderConfig, decoder_config, in_memory, read_config
 from worker.models.layer_specs import roofline_model
@@ -34,7 +34,8 @@ def resolve_device(config: WorkerConfig) -> tuple[torch.device, torch.dtype]:
     if config.device == "cuda" and not has_gpu:
         raise ValueError("device is cuda, but PyTorch finds no GPU: set device to cpu or auto")
     on_gpu = config.device == "cuda" or (config.device == "auto" and has_gpu)
-    name = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    device = "cuda" if on_gpu else "cpu"
+    name = AUTO_DTYPES[device] if config.dtype == "auto" else config.dtype
     if config.quantization == "fp8" and on_gpu:
         if (capability := torch.cuda.get_device_capability()) < CAPABILITY:
             own = ".".join(map(str, capability))
@@ -43,7 +44,7 @@ def resolve_device(config: WorkerConfig) -> tuple[torch.device, torch.dtype]:
             raise ValueError(
                 "quantization is fp8, which on a GPU does not go with dtype float32: set dtype to bfloat16"
             )
-    return torch.device("cuda" if on_gpu else "cpu"), getattr(torch, name)
+    return torch.device(device), getattr(torch, name)
 
 
 def with_gpu_defaults(config: WorkerConfig, model: Path) -> WorkerConfig:

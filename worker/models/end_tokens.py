@@ -101,7 +101,7 @@ class _Tokens:
         for each in said if isinstance(said, list) else () if said is None else (said,):
             number = self.id(each) if isinstance(each, str) else each
             if isinstance(number, bool) or not isinstance(number, int):
-                raise _wrong(path, f"{_ENDS} is {each!r}, which is no token")
+                raise _wrong(path, f"{_ENDS} is {each!r}, which is not a token")
             if number >= 0:  # some files say -1 for none
                 made.append(number)
         return made

@@ -299,7 +299,7 @@ def _page(items: list[Item], order: str, after: str | None, limit: int) -> Input
     if after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise invalid(f"'after' is {after[:100]!r}, which is none of the items.", "after")
+            raise invalid(f"'after' is {after[:100]!r}, which is not one of the items.", "after")
         items = items[places[0] + 1 :]
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)

@@ -43,7 +43,7 @@ WRONG += ["normal:1:2", "fixed:1:2", "lognormal:1:1:2:3", "uniform:1:inf", "nan"
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_is_no_length_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no length"):
+    with pytest.raises(ValueError, match="is not a length"):
         Lengths.parse(text)
 
 

@@ -475,7 +475,7 @@ def test_layouts_have_names() -> None:
         "tp1",
     ]
     for wrong in ("", "4", "pp", "tp0"):
-        with pytest.raises(ValueError, match="no layout"):
+        with pytest.raises(ValueError, match="not a layout"):
             ParallelLayout.parse(wrong)
 
 

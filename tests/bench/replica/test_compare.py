@@ -71,7 +71,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
             compare.main(arguments)
         assert refused.value.code == 2
     said = capsys.readouterr().err
-    assert "say which benchmark" in said and "no checkout of Shoal" in said
+    assert "say which benchmark" in said and "not a checkout of Shoal" in said
 
 
 def test_a_figure_that_one_run_lacks_is_left_out() -> None:

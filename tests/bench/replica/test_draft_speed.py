@@ -63,7 +63,7 @@ def test_the_speed_with_drafts(
     assert figures["drafts.cpu.b3.vs_off"] > 0 and figures["drafts.cpu.host_step"] >= 0
 
 
-@pytest.mark.parametrize(("wrong", "why"), [("0.8,x", "are no numbers"), ("0.8,1.2", "from 0 to 1")])
+@pytest.mark.parametrize(("wrong", "why"), [("0.8,x", "are not numbers"), ("0.8,1.2", "from 0 to 1")])
 def test_wrong_probabilities(wrong: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--acceptance", wrong])

@@ -115,7 +115,7 @@ def test_a_method_of_sglangs_decides():
     assert alone == [[(None, 0, None)], [(None, 0, None), (-3.0, 1, None)]]
     with pytest.raises(ValueError, match="temperature"):
         decided(Longest(), WORDS[:2], given, 1.0)
-    with pytest.raises(ValueError, match="none of the choices"):
+    with pytest.raises(ValueError, match="not one of the choices"):
         decided(lambda **asked: ChoicesDecision("dog"), WORDS[:2], given, 0.0)
 
 

@@ -141,7 +141,9 @@ def test_what_cannot_be_used_fails_its_own_request(case: Case, tmp_path: Path) -
         adapters = [Adapter(path.name, str(path)) for path in paths]
         found = make(load).generate(case.batch[:4], GREEDY, adapters=adapters)
         reasons = [done.failure.message for done in found if done.failure is not None]
-        for reason, said in zip(reasons, ("use_dora", "max_lora_rank is 16", "lm_head", "is no adapter"), strict=True):
+        for reason, said in zip(
+            reasons, ("use_dora", "max_lora_rank is 16", "lm_head", "is not an adapter"), strict=True
+        ):
             assert said in reason
         assert {done.failure.kind for done in found if done.failure is not None} == {"invalid"}
         without = make(load, max_loras=0)

@@ -55,8 +55,8 @@ def test_what_was_learned_is_found_again(of: Callable[..., CostStore], tmp_path:
     ("text", "why"),
     [
         ("{", "Expecting"),
-        ("[]", "no saved cost model"),
-        ("{}", "no saved cost model"),
+        ("[]", "not a saved cost model"),
+        ("{}", "not a saved cost model"),
         ('{"version": 0}', "another version"),
         (None, "measured on"),
     ],

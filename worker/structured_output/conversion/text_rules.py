@@ -40,5 +40,5 @@ def _choice(text: str) -> Node:
     try:
         json.dumps(choices, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise GrammarError("a choice has half a surrogate pair in it, which is no character") from None
+        raise GrammarError("a choice has half a surrogate pair in it, which is not a character") from None
     return alt(map(Terminal, choices))

@@ -47,7 +47,7 @@ def structural_tag_rules(text: str, vocabulary: GrammarVocabulary) -> tuple[dict
 def _modern(wanted: Any) -> Any:
     """The format of a structural tag. `structures` are its older form: tags with a schema each."""
     if not isinstance(wanted, dict):
-        raise GrammarError("the structural tag is no object")
+        raise GrammarError("the structural tag is not an object")
     if "structures" not in wanted:
         return wanted.get("format")
     tags = [
@@ -74,7 +74,7 @@ class _TagWriter:
         """The node of a format. `at`: its place, for messages. `until`: the marks that end it; free text has none of
         them. Raises GrammarError."""
         if not isinstance(format, dict):
-            raise GrammarError(f"{at} is no object with a type")
+            raise GrammarError(f"{at} is not an object with a type")
         if depth > _MOST_DEEP:
             raise GrammarError("the structural tag is nested too deeply")
         kind = format.get("type")
@@ -156,14 +156,14 @@ class _TagWriter:
         for number, tag in enumerate(_list(format, "tags", at)):
             where = f"{at}.tags[{number}]"
             if not isinstance(tag, dict):
-                raise GrammarError(f"{where} is no object")
+                raise GrammarError(f"{where} is not an object")
             found.append((where, tag, _text(tag, "begin", where)))
         return found
 
     def _triggered(self, format: dict[str, Any], at: str, until: Sequence[str], depth: int) -> Node:
         triggers = _list(format, "triggers", at)
         if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
-            raise GrammarError(f"{at}.triggers is no list of texts that are not empty")
+            raise GrammarError(f"{at}.triggers is not a list of texts that are not empty")
         by_trigger: dict[str, list[Node]] = {trigger: [] for trigger in triggers}
         whole: list[Node] = []
         for where, tag, begin in self._tags(format, at):
@@ -197,7 +197,7 @@ class _TagWriter:
     def _excludes(self, format: dict[str, Any], at: str, until: Sequence[str]) -> tuple[str | int, ...]:
         own = format.get("excludes") or []
         if not isinstance(own, list) or not all(isinstance(each, str) and each for each in own):
-            raise GrammarError(f"{at}.excludes is no list of texts that are not empty")
+            raise GrammarError(f"{at}.excludes is not a list of texts that are not empty")
         return tuple(dict.fromkeys(self._mark(mark, at) for mark in (*until, *own)))
 
     def _mark(self, text: str, at: str) -> str | int:
@@ -231,12 +231,12 @@ def _is_open(format: Any) -> bool:
 def _text(format: dict[str, Any], name: str, at: str) -> str:
     value = format.get(name)
     if not isinstance(value, str):
-        raise GrammarError(f"{at}.{name} is no text")
+        raise GrammarError(f"{at}.{name} is not a text")
     return value
 
 
 def _list(format: dict[str, Any], name: str, at: str) -> list[Any]:
     value = format.get(name)
     if not isinstance(value, list) or not value:
-        raise GrammarError(f"{at}.{name} is no list of one or more")
+        raise GrammarError(f"{at}.{name} is not a list of one or more")
     return value

@@ -325,7 +325,7 @@ class _Answer:
         properties, needed, more = converter.properties(schema, "#")
         for name in properties:
             if not name.isidentifier() or keyword.iskeyword(name):
-                raise GrammarError(f"properties at #: {name!r} is no name of a keyword argument")
+                raise GrammarError(f"properties at #: {name!r} cannot be the name of a keyword argument")
         if not properties:
             if "minProperties" in schema or "maxProperties" in schema:
                 raise GrammarError("minProperties and maxProperties at # are not supported for keyword arguments")
