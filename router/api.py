@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import metadata
-from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -29,52 +28,38 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from router import openapi
-from router.access.auth import Keys, client_of
+from router.access.auth import Keys
 from router.access.rate_limits import HEADERS as RATE_LIMIT_HEADERS
 from router.access.rate_limits import Kind, RateLimits
 from router.chat.chat_template import TemplateError
 from router.endpoints.adapter_routes import adapter_routes
-from router.endpoints.chat_writer import ChatFormat
-from router.endpoints.choices import ChoicesFormat, choices_job
-from router.endpoints.completion_writer import CompletionFormat
+from router.endpoints.completion_routes import answered, completion_routes
 from router.endpoints.control_routes import control_routes
 from router.endpoints.embeddings.routes import embedding_routes
 from router.endpoints.messages.routes import anthropic_model, anthropic_models, messages_routes
 from router.endpoints.responses.routes import responses_routes
-from router.endpoints.templates import TemplateStream, template_calls
-from router.generation import Format, Generation
 from router.http.middleware import IGNORED, Guarded, HeadAsGet, Observed
 from router.models import ListedModel, Models
 from router.page.routes import page_routes
 from router.prepare.chat_reader import tokenized_conversation
-from router.prepare.prepared_request import PreparedRequest, chat_job, completion_job
-from router.prepare.program_calls import branch_call, continued_branches, held_branch, program_key
 from router.prepare.sampling import check_token_ids
-from router.programs import BranchText
 from router.service import Service
 from router.streaming.dialects import error_response, wants_anthropic
-from router.streaming.sse import ClientGone, EventStream, unless_gone
+from router.streaming.sse import ClientGone
 from router.text.chat_prompt import chat_prompt
 from router.wire import request_id
 from router.wire.errors import ApiError, invalid
 from router.wire.messages_types import AnthropicModel
 from router.wire.requests import (
     INT32,
-    ChatRequest,
-    ChoicesRequest,
-    CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
 from router.wire.responses import (
-    ChatChunk,
-    ChatCompletion,
-    Completion,
     DetokenizeResponse,
     Health,
     ModelCard,
     ModelList,
-    ScoredChoices,
     TokenizeResponse,
     TokenizerInfo,
     Version,
@@ -112,7 +97,8 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
     dependencies: list[Any] = [Depends(keys.check)]
     if keys:
         dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for the OpenAPI page
-    app.include_router(_generation_routes(models, keys, limits), dependencies=dependencies)
+    app.include_router(completion_routes(models, keys, limits), dependencies=dependencies)
+    app.include_router(messages_routes(models, limits, answered), dependencies=dependencies)
     app.include_router(embedding_routes(models, limits), dependencies=dependencies)
     app.include_router(responses_routes(models, keys, limits), dependencies=dependencies)
     app.include_router(_model_routes(models, limits), dependencies=dependencies)
@@ -140,124 +126,6 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
     app.add_middleware(HeadAsGet)
     _document(app, models, keys)
     return app
-
-
-def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRouter:
-    routes = APIRouter(tags=["generation"])
-    admitted = [Depends(limits.admit)]
-    errors = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503, 504)
-
-    async def answer(request: Request, service: Service, stream: bool, job: PreparedRequest, form: Format) -> Response:
-        request.state.also_named(job.id)
-        generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
-        if stream:
-            return EventStream(generation.stream)
-        body = await unless_gone(request.scope, request.receive, generation.whole())
-        return Response(body, media_type="application/json")
-
-    @routes.post(
-        "/v1/chat/completions",
-        dependencies=admitted,
-        openapi_extra=openapi.body(ChatRequest),
-        responses=openapi.answers(ChatCompletion, *errors, stream=ChatChunk),
-    )
-    @models.passing_on
-    async def chat_completions(request: Request) -> Response:
-        """Answers a conversation, as a whole or as a stream."""
-        arrived = perf_counter()
-        service, body, size = await models.read(request, ChatRequest)
-        service.check_priority(body.priority, client_of(request))
-        body = service.defaults.complete(body)
-        job = await service.in_thread(
-            request,
-            size,
-            chat_job,
-            body,
-            service.output_format,
-            service.tokenizer,
-            service.context_length,
-            service.config.max_prompts,
-            arrived,
-            branch_call(body.program, keys.tenant(request)),
-            service.config.clamp_max_tokens,
-        )
-        return await answer(request, service, bool(body.stream), job, ChatFormat(job, service.model, service.tokenizer))
-
-    @routes.post(
-        "/v1/completions",
-        dependencies=admitted,
-        openapi_extra=openapi.body(CompletionRequest),
-        responses=openapi.answers(Completion, *errors, 409, stream=Completion),
-    )
-    @models.passing_on
-    async def completions(request: Request) -> Response:
-        """Continues prompts, as a whole or as a stream."""
-        arrived = perf_counter()
-        service, body, size = await models.read(request, CompletionRequest)
-        service.check_priority(body.priority, client_of(request))
-
-        async def prepared(call: CompletionRequest, arrived: float) -> PreparedRequest:
-            return await service.in_thread(
-                request,
-                size,
-                completion_job,
-                call,
-                service.tokenizer,
-                service.context_length,
-                service.config.max_prompts,
-                arrived,
-                continued_branches(service.programs, call, keys.tenant(request)),
-                service.config.clamp_max_tokens,
-            )
-
-        calls = [service.defaults.complete(call) for call in template_calls(body)]
-        job = await prepared(calls[0], arrived)
-        if len(calls) == 1:
-            form = CompletionFormat(job, service.model, service.tokenizer)
-            return await answer(request, service, bool(body.stream), job, form)
-        state = request.state
-        state.also_named(job.id)
-        template = TemplateStream(service, calls, job, prepared, state.name, state.ticket, state.timeout_s)
-        return EventStream(template.stream)
-
-    @routes.post(
-        "/v1/choices",
-        dependencies=admitted,
-        openapi_extra=openapi.body(ChoicesRequest),
-        responses=openapi.answers(ScoredChoices, *errors, 409),
-    )
-    @models.passing_on
-    async def choices(request: Request) -> Response:
-        """Scores choices: the log probabilities of their tokens after the prompt."""
-        arrived = perf_counter()
-        service, body, size = await models.read(request, ChoicesRequest)
-        branch = BranchText()
-        if body.program is not None:
-            branch = held_branch(service.programs, body.program, keys.tenant(request)).branch
-        job = await service.in_thread(
-            request,
-            size * len(body.choices),
-            choices_job,
-            body,
-            service.tokenizer,
-            service.context_length,
-            service.config.max_prompts,
-            arrived,
-            branch_call(body.program, keys.tenant(request)),
-            branch,
-        )
-        return await answer(request, service, False, job.prepared, ChoicesFormat(job, service.model))
-
-    routes.include_router(messages_routes(models, limits, answer))
-
-    @routes.delete("/v1/programs/{program_id:path}", status_code=204, responses=openapi.errors(401))
-    async def end_program(request: Request, program_id: str) -> Response:
-        """Ends a program: what its branches hold is forgotten, and its leases end."""
-        for service in models.services:
-            service.end_program(program_key(keys.tenant(request), program_id))
-        return Response(status_code=204)
-
-    return routes
 
 
 def _model_routes(models: Models, limits: RateLimits) -> APIRouter:

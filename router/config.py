@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from router.formats.families import PARSERS, THINKING, THINKING_ALIASES, TOOL_ALIASES, TOOLS
+from worker.formats.families import PARSERS, THINKING, THINKING_ALIASES, TOOL_ALIASES, TOOLS
 
 _ORIGIN = re.compile(r"https?://[^/?#@,\s]+")
 _BASE = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")

@@ -23,16 +23,16 @@ ALLOWED = {
     "shoal.lang.backends": {"shoal.lang:"},
     "cluster": {"router", "worker"},
     "router": {
-        "radix", "worker.client_turns", "worker.messages", "router.wire", "router.chat", "router.formats",
-        "router.text", "router.fleet", "router.metrics", "router.replicas", "router.streaming", "router.access",
-        "router.http", "router.prepare", "router.endpoints", "router.page",
+        "radix", "worker.client_turns", "worker.formats", "worker.messages", "router.wire", "router.chat",
+        "router.formats", "router.text", "router.fleet", "router.metrics", "router.replicas", "router.streaming",
+        "router.access", "router.http", "router.prepare", "router.endpoints", "router.page",
     },
     "router.wire": {"worker.messages"},
     "router.chat": set(),
-    "router.formats": {"router.chat"},
-    "router.text": {"router.wire", "router.chat", "router.formats", "worker.messages"},
+    "router.formats": {"router.chat", "worker.formats"},
+    "router.text": {"router.wire", "router.chat", "router.formats", "worker.formats", "worker.messages"},
     "router.fleet": {"router.wire", "router.programs", "worker.messages", "radix"},
-    "router.metrics": {"router.fleet", "router.programs", "worker.messages", "radix"},
+    "router.metrics": {"router.programs", "worker.messages"},
     "router.replicas": {
         "router.wire", "router.fleet", "router.metrics", "worker.curve", "worker.messages", "worker.sparse_log",
     },
@@ -68,6 +68,7 @@ ALLOWED = {
         "router.models", "router.openapi", "router.endpoints.logprobs", "worker.client_turns",
     },
     "worker": {"pipeline:", "radix"},
+    "worker.formats": set(),
     "worker.engine": {
         "worker:", "worker.scheduler", "worker.executor", "worker.models", "worker.sampling", "worker.parallel",
         "worker.structured_output", "worker.drafts", "worker.lengths", "pipeline", "radix",
@@ -85,7 +86,10 @@ ALLOWED = {
     "worker.models.families": {"worker.models:", "kernels"},
     "worker.parallel": {"worker:", "kernels.comm", "kernels.ops"},
     "worker.sampling": {"worker:", "worker.structured_output", "kernels"},
-    "worker.structured_output": {"worker:", "worker.structured_output.matching", "worker.structured_output.compiling"},
+    "worker.structured_output": {
+        "worker:", "worker.formats.token_bytes", "worker.structured_output.matching",
+        "worker.structured_output.compiling",
+    },
     "worker.structured_output.rules": {"worker.structured_output.error", "worker.structured_output.tokens"},
     "worker.structured_output.json_schema": {"worker.structured_output.error", "worker.structured_output.rules"},
     "worker.structured_output.matching": {
@@ -97,12 +101,12 @@ ALLOWED = {
         "worker.structured_output.json_schema", "worker.structured_output.matching.intersections",
     },
     "worker.structured_output.tool_calls": {
-        "worker.structured_output.error", "worker.structured_output.tokens", "worker.structured_output.rules",
-        "worker.structured_output.json_schema", "worker.structured_output.conversion",
+        "worker.formats", "worker.structured_output.error", "worker.structured_output.tokens",
+        "worker.structured_output.rules", "worker.structured_output.json_schema", "worker.structured_output.conversion",
         "worker.structured_output.matching.intersections",
     },
     "worker.structured_output.compiling": {
-        "worker:", "worker.structured_output.error", "worker.structured_output.tokens",
+        "worker.formats", "worker:", "worker.structured_output.error", "worker.structured_output.tokens",
         "worker.structured_output.rules", "worker.structured_output.json_schema", "worker.structured_output.matching",
         "worker.structured_output.conversion", "worker.structured_output.tool_calls",
     },

@@ -1,5 +1,6 @@
-"""How models write thinking and calls of tools: formats as data, and one lexer that reads them all.
+"""Answers of models, read: thinking and calls of tools, by formats that are data and one lexer for all of them.
 
-Owns: the table of formats, the choice of a model's format from its chat template, and the parsing of an answer into the
-deltas of `router/chat/deltas.py`. Knows nothing of HTTP and of protocols. Read `format.py` first, then `lexer.py`.
+Owns the choice of a model's format, and the parsing of an answer into the deltas of `router/chat/deltas.py`. The
+formats of families are those of `worker.formats`. Knows nothing of HTTP and of protocols. Read `format.py` first, then
+`lexer.py`.
 """

@@ -9,13 +9,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from router.formats.format import CallSyntax, JsonCall, NamedCall, PythonicCall, QuotedCall, TaggedCall, ToolsFormat
 from router.formats.object_call import read_object
 from router.formats.quoted_call import read_quoted
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.tagged_call import read_tagged
 from router.formats.typed_values import literal, plain, typed, value_types
+from worker.formats.syntax import CallSyntax, JsonCall, NamedCall, PythonicCall, QuotedCall, TaggedCall, ToolsFormat
 
 _NAME = re.compile(r"[\w.:/-]*")
 _PYTHON_NAME = re.compile(r"[\w.]*")

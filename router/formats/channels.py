@@ -4,9 +4,9 @@ import re
 from functools import lru_cache
 
 from router.chat.deltas import TextDelta, ThinkingDelta
-from router.formats.format import Channels
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
+from worker.formats.syntax import Channels
 
 _LONGEST_HEADER = 1024
 

@@ -25,9 +25,10 @@ from router.chat.conversation import Tool
 from router.chat.deltas import Delta, TextDelta, ThinkingDelta
 from router.formats.calls import read_call
 from router.formats.channels import read_channels
-from router.formats.format import CallSyntax, JsonCall, OutputFormat, ThinkingFormat, ToolsFormat
+from router.formats.format import OutputFormat
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
+from worker.formats.syntax import CallSyntax, JsonCall, ThinkingFormat, ToolsFormat
 
 _NO_TOOLS = ToolsFormat("")
 _LONGEST_NOISE = 2048  # characters before the first call of a section

@@ -1,9 +1,9 @@
 """The reader of calls that are JSON objects, with the name and the arguments under keys in any order."""
 
-from router.formats.format import JsonCall
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.typed_values import as_object
+from worker.formats.syntax import JsonCall
 
 
 def read_object(reader: AnswerReader, syntax: JsonCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:

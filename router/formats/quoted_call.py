@@ -6,10 +6,10 @@ from functools import partial
 from json.encoder import encode_basestring
 
 from router.chat.deltas import CallArguments
-from router.formats.format import QuotedCall
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.typed_values import literal, plain
+from worker.formats.syntax import QuotedCall
 
 _NAME = re.compile(r"[\w.:/-]*")
 _KEY = re.compile(r"[^:,{}\[\]<\"]*")

@@ -8,10 +8,10 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from router.chat.deltas import CallArguments
-from router.formats.format import TaggedCall
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.typed_values import as_object, plain, typed, unwrapped, value_types, wrappers
+from worker.formats.syntax import TaggedCall
 
 _STRING = frozenset({"string"})
 _LONGEST_NAME = 256

@@ -188,7 +188,7 @@ def _described(messages: Sequence[Message], tools: Sequence[Tool], format: Outpu
             made.append(Message("user", text))
         elif message.calls:
             calls = [
-                f"<tool_call>\n{_json({'name': call.name, 'arguments': _object(call.arguments)})}\n</tool_call>"
+                f"{form.begin}\n{_json({'name': call.name, 'arguments': _object(call.arguments)})}\n{form.end}"
                 for call in message.calls
             ]
             made.append(Message("assistant", "\n".join(filter(None, [message.text, *calls]))))

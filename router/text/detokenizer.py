@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-_BYTE_TOKENS = {f"<0x{value:02X}>": bytes([value]) for value in range(256)}
+from worker.formats.token_bytes import BYTE_FALLBACK, BYTE_LEVEL
 
 
 class TokenBytes:
@@ -68,11 +68,11 @@ class TokenBytes:
             return b""
         if self._byte_level:
             try:
-                return bytes(_BYTE_OF[character] for character in token)
+                return bytes(BYTE_LEVEL[character] for character in token)
             except KeyError:  # an added token: its text is literal
                 return token.encode()
-        if self._byte_fallback and token in _BYTE_TOKENS:
-            return _BYTE_TOKENS[token]
+        if self._byte_fallback and token in BYTE_FALLBACK:
+            return BYTE_FALLBACK[token]
         for mark, text in self._replacements:
             token = token.replace(mark, text)
         return token.encode()
@@ -84,17 +84,6 @@ def _steps(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
             yield from _steps(inner)
     else:
         yield decoder
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The byte of each character in GPT-2's byte-level alphabet. Printable Latin-1 characters stand for themselves; the
-    other bytes are written as the characters from U+0100 on, in order."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
-
-
-_BYTE_OF = _byte_of_character()
 
 
 class Detokenizer:

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from router.chat.chat_template import SPECIAL_TOKENS, ChatTemplate, TemplateError, special_tokens, token_content
-from router.formats.families import choose
+from router.formats.choice import choose
 from router.formats.format import OutputFormat
 from router.text.detokenizer import Detokenizer, TokenBytes
 
@@ -131,7 +131,7 @@ class Tokenizer:
     def output_format(
         self, tool_call_parser: str, reasoning_parser: str, config: Mapping[str, Any] | None = None
     ) -> OutputFormat:
-        """How the model writes its answers; see `router.formats.families.choose`. `config`: its `config.json`."""
+        """How the model writes its answers; see `router.formats.choice.choose`. `config`: its `config.json`."""
         added = {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
         source = None if self._template is None else f"{self._template.source}{self._template.for_tools}"
         return choose(tool_call_parser, reasoning_parser, source, added.get, config)

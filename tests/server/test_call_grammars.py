@@ -18,10 +18,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from router.chat.conversation import Tool
 from router.chat.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta, joined
-from router.formats.families import HARMONY, TOOLS, named
+from router.formats.choice import named
 from router.formats.lexer import Lexer
 from tests.conftest import NIGHTLY
 from tests.server.tool_schemas import Spelling, made_tools, problem_of
+from worker.formats.families import HARMONY, TOOLS
+from worker.formats.written import MARKERS
 from worker.structured_output.compiling.compilation import after, kept_apart
 from worker.structured_output.conversion.text_rules import text_rules
 from worker.structured_output.error import GrammarError
@@ -31,7 +33,6 @@ from worker.structured_output.matching.lazy_matcher import LazyMatcher, LazyVoca
 from worker.structured_output.rules.ebnf import START, to_text
 from worker.structured_output.rules.lark import to_lark
 from worker.structured_output.tokens import GrammarVocabulary
-from worker.structured_output.tool_calls.call_formats import MARKERS
 from worker.structured_output.tool_calls.tool_calls import tool_call_rules
 
 pytestmark = pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from worker.formats.token_bytes import BYTE_FALLBACK, BYTE_LEVEL, SPACE
 from worker.structured_output.error import GrammarError
 
 # Begin the bytes of tokens that a grammar may allow by their ids only. No text in UTF-8 has the first. The second is a
@@ -70,22 +71,13 @@ def _speller(tokenizer: dict[str, Any]) -> Any:
     alphabet), SentencePiece's, or plain text."""
     parts = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
     if '"ByteLevel"' in parts:
-        alphabet = _byte_level_alphabet()
+        alphabet = {character: bytes([value]) for character, value in BYTE_LEVEL.items()}
         return lambda token: b"".join(alphabet.get(char, char.encode()) for char in token)
     if '"Metaspace"' in parts or "\\u2581" in parts or '"ByteFallback"' in parts:
         return _sentencepiece
     return str.encode
 
 
-def _byte_level_alphabet() -> dict[str, bytes]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for their own bytes, characters from U+0100 on for the
-    others."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(b): bytes([b]) for b in printable} | {chr(0x100 + i): bytes([b]) for i, b in enumerate(others)}
-
-
 def _sentencepiece(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
-    return token.replace("\u2581", " ").encode()
+    byte = BYTE_FALLBACK.get(token)
+    return token.replace(SPACE, " ").encode() if byte is None else byte

@@ -2,8 +2,9 @@
 
 import contextlib
 import logging
+from collections.abc import Callable
 from time import perf_counter
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
@@ -22,6 +23,7 @@ from router.wire.errors import ApiError, internal, invalid
 from router.wire.responses_objects import ENDED, DeletedResponse, InputItems, ResponseObject
 from router.wire.responses_types import Include, ResponsesRequest
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PAGE, MOST = 20, 100  # items
@@ -38,33 +40,62 @@ STREAM = {"schema": {"description": "server-sent events, each with its name and 
 
 def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRouter:
     """The routes."""
-    kept = KeptResponses(models.config)
-    runs = BackgroundRuns(kept, models.config.max_background_responses)
-    models.before_close(runs.close)
-    models.before_close(kept.close)
-    routes = APIRouter(tags=["generation"])
-    reads, ends = ([Depends(limits.admit_as(kind))] for kind in (Kind.READS, Kind.ENDS))
+    return _ResponsesRoutes(models, keys, limits).routes()
 
-    @routes.post(
-        "/v1/responses",
-        dependencies=[Depends(limits.admit)],
-        openapi_extra=openapi.body(ResponsesRequest),
-        responses=_streamed(openapi.answers(ResponseObject, 400, 401, 404, 408, 413, 415, 429, 500, 502, 503, 504)),
-    )
-    @models.passing_on
-    async def create_response(request: Request) -> Response:
+
+class _ResponsesRoutes:
+    """The handlers of requests, over one store and its runs in the background."""
+
+    def __init__(self, models: Models, keys: Keys, limits: RateLimits) -> None:
+        self._models, self._keys, self._limits = models, keys, limits
+        self._kept = KeptResponses(models.config)
+        self._runs = BackgroundRuns(self._kept, models.config.max_background_responses)
+        models.before_close(self._runs.close)
+        models.before_close(self._kept.close)
+
+    def routes(self) -> APIRouter:
+        routes = APIRouter(tags=["generation"])
+        reads, ends = ([Depends(self._limits.admit_as(kind))] for kind in (Kind.READS, Kind.ENDS))
+        one = "/v1/responses/{response_id}"
+        routes.post(
+            "/v1/responses",
+            dependencies=[Depends(self._limits.admit)],
+            openapi_extra=openapi.body(ResponsesRequest),
+            responses=_streamed(openapi.answers(ResponseObject, 400, 401, 404, 408, 413, 415, 429, 500, 502, 503, 504)),
+        )(self._models.passing_on(self.create_response))
+        routes.get(
+            one,
+            dependencies=[Depends(self._admit_reader)],
+            openapi_extra=openapi.queries(stream=bool, starting_after=int),
+            responses=_streamed(openapi.answers(ResponseObject, 400, 401, 404, 429, 503)),
+        )(self.get_response)
+        routes.delete(one, dependencies=ends, responses=openapi.answers(DeletedResponse, 401, 404, 503))(
+            self.delete_response
+        )
+        routes.post(f"{one}/cancel", dependencies=ends, responses=openapi.answers(ResponseObject, 400, 401, 404, 503))(
+            self.cancel_response
+        )
+        routes.get(
+            f"{one}/input_items",
+            dependencies=reads,
+            openapi_extra=openapi.queries(limit=int, after=str, order=str),
+            responses=openapi.answers(InputItems, 400, 401, 404, 429, 503),
+        )(self.input_items)
+        return routes
+
+    async def create_response(self, request: Request) -> Response:
         """Answers items, as a whole, as a stream, or in the background."""
         arrived = perf_counter()
-        service, body, size = await models.read(request, ResponsesRequest)
+        service, body, size = await self._models.read(request, ResponsesRequest)
         service.check_priority(body.priority, client_of(request))
-        tenant = keys.tenant(request)
-        keeps = bool(kept) and body.store is not False
+        tenant = self._keys.tenant(request)
+        keeps = bool(self._kept) and body.store is not False
         if body.background and not keeps:
-            why = "'store' must not be false" if kept else "this server keeps no responses"
+            why = "'store' must not be false" if self._kept else "this server keeps no responses"
             raise invalid(f"'background' needs a stored response: {why}.", "background")
         items = sent_items(body, passed_over(request))
-        max_bytes = models.config.max_body_bytes
-        asked, more = await _asked(kept, tenant, body, items, keeps, passed_over(request), max_bytes)
+        max_bytes = self._models.config.max_body_bytes
+        asked, more = await _asked(self._kept, tenant, body, items, keeps, passed_over(request), max_bytes)
         job, response = await service.in_thread(
             request,
             size + more,
@@ -84,108 +115,86 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
         generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
         stored = StoredResponse(response, [_listed(item, asked.referred) for item in items] if keeps else [])
         if body.background:
-            await runs.start(tenant, stored, generation, form, bool(body.stream))
+            await self._runs.start(tenant, stored, generation, form, bool(body.stream))
             if body.stream:
-                return EventStream(lambda emit: follow(kept, tenant, response.id, -1, emit))
+                return EventStream(lambda emit: follow(self._kept, tenant, response.id, -1, emit))
             return _json(response)
         if body.stream:
-            return EventStream(lambda emit: _stream(generation, form, kept, tenant, stored, emit))
+            return EventStream(lambda emit: _stream(generation, form, self._kept, tenant, stored, emit))
         answer = await unless_gone(request.scope, request.receive, generation.whole())
         if keeps:
-            await kept.keep(tenant, stored)
+            await self._kept.keep(tenant, stored)
         return Response(answer, media_type="application/json")
 
-    async def found(request: Request, response_id: str) -> ResponseObject:
-        tenant = keys.tenant(request)
-        response = await kept.read(tenant, lambda store: store.response(tenant, response_id)) if kept else None
-        if response is None:
-            raise _unknown(response_id)
-        return response
-
-    async def admit_reader(request: Request) -> None:
-        kind = Kind.FOLLOWS if request.query_params.get("stream") == "true" else Kind.READS
-        request.state.ticket = limits.enter(client_of(request), kind)
-
-    @routes.get(
-        "/v1/responses/{response_id}",
-        dependencies=[Depends(admit_reader)],
-        openapi_extra=openapi.queries(stream=bool, starting_after=int),
-        responses=_streamed(openapi.answers(ResponseObject, 400, 401, 404, 429, 503)),
-    )
-    async def get_response(request: Request, response_id: str) -> Response:
+    async def get_response(self, request: Request, response_id: str) -> Response:
         """A stored response. With `stream`, the events of one that was begun as a stream in the background."""
         after = _number(request, "starting_after", -1, 0, (1 << 31) - 1)
         streams = _flag(request, "stream")
         _check_include(request)
         if after >= 0 and not streams:
             raise invalid("'starting_after' is for streams only: set 'stream' to true.", "starting_after")
-        tenant = keys.tenant(request)
+        tenant = self._keys.tenant(request)
         if not streams:
-            answer = (
-                await kept.read(tenant, lambda store: _encoded(store.response(tenant, response_id))) if kept else None
-            )
+            answer = await self._read(tenant, lambda store: _encoded(store.response(tenant, response_id)))
             if answer is None:
                 raise _unknown(response_id)
             return Response(answer, media_type="application/json")
-        if not (await found(request, response_id)).background:
+        if not (await self._stored(request, response_id)).background:
             raise invalid("Only a response that was begun in the background, as a stream, can be followed.", "stream")
-        return EventStream(lambda emit: follow(kept, tenant, response_id, after, emit))
+        return EventStream(lambda emit: follow(self._kept, tenant, response_id, after, emit))
 
-    @routes.delete(
-        "/v1/responses/{response_id}",
-        dependencies=ends,
-        responses=openapi.answers(DeletedResponse, 401, 404, 503),
-    )
-    async def delete_response(request: Request, response_id: str) -> Response:
+    async def delete_response(self, request: Request, response_id: str) -> Response:
         """Forgets a stored response, and ends it if it runs."""
-        tenant = keys.tenant(request)
-        if not kept or not await kept.write(tenant, lambda store: store.delete(tenant, response_id)):
+        tenant = self._keys.tenant(request)
+        if not self._kept or not await self._kept.write(tenant, lambda store: store.delete(tenant, response_id)):
             raise _unknown(response_id)
-        await runs.stop(response_id)
+        await self._runs.stop(response_id)
         return _json(DeletedResponse(response_id))
 
-    @routes.post(
-        "/v1/responses/{response_id}/cancel",
-        dependencies=ends,
-        responses=openapi.answers(ResponseObject, 400, 401, 404, 503),
-    )
-    async def cancel_response(request: Request, response_id: str) -> Response:
+    async def cancel_response(self, request: Request, response_id: str) -> Response:
         """Ends a response that runs in the background. One that has ended stays as it is."""
-        response = await found(request, response_id)
+        response = await self._stored(request, response_id)
         if not response.background:
             raise invalid("Only a response that was begun in the background can be cancelled.", "response_id")
         if response.status not in ENDED:
-            tenant = keys.tenant(request)
-            await kept.beat(tenant, lambda store: store.cancel(tenant, response_id))
-            await runs.stop(response_id)
-            response = await found(request, response_id)
+            tenant = self._keys.tenant(request)
+            await self._kept.beat(tenant, lambda store: store.cancel(tenant, response_id))
+            await self._runs.stop(response_id)
+            response = await self._stored(request, response_id)
         return _json(response)
 
-    @routes.get(
-        "/v1/responses/{response_id}/input_items",
-        dependencies=reads,
-        openapi_extra=openapi.queries(limit=int, after=str, order=str),
-        responses=openapi.answers(InputItems, 400, 401, 404, 429, 503),
-    )
-    async def input_items(request: Request, response_id: str) -> Response:
+    async def input_items(self, request: Request, response_id: str) -> Response:
         """The items that a stored response was asked with, the last first unless `order` is asc."""
         limit = _number(request, "limit", PAGE, 1, MOST)
         order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
         _check_include(request)
         if order not in ("asc", "desc"):
             raise invalid("'order' is asc or desc.", "order", "invalid_value")
-        tenant = keys.tenant(request)
+        tenant = self._keys.tenant(request)
 
         def page(store: ResponseStore) -> bytes | None:
             items = store.input(tenant, response_id)
             return None if items is None else msgspec.json.encode(_page(items, order, after, limit))
 
-        answer = await kept.read(tenant, page) if kept else None
+        answer = await self._read(tenant, page)
         if answer is None:
             raise _unknown(response_id)
         return Response(answer, media_type="application/json")
 
-    return routes
+    async def _stored(self, request: Request, response_id: str) -> ResponseObject:
+        tenant = self._keys.tenant(request)
+        response = await self._read(tenant, lambda store: store.response(tenant, response_id))
+        if response is None:
+            raise _unknown(response_id)
+        return response
+
+    async def _read(self, tenant: str, read: Callable[[ResponseStore], T]) -> T | None:
+        """The result of `read` from the store; None on a server that keeps nothing."""
+        return await self._kept.read(tenant, read) if self._kept else None
+
+    async def _admit_reader(self, request: Request) -> None:
+        kind = Kind.FOLLOWS if request.query_params.get("stream") == "true" else Kind.READS
+        request.state.ticket = self._limits.enter(client_of(request), kind)
 
 
 async def _asked(

@@ -18,9 +18,11 @@ from typing import Any
 
 from router.chat.conversation import Tool
 from router.chat.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
-from router.formats.families import HARMONY, TOOLS, named
-from router.formats.format import JsonCall, NamedCall, OutputFormat, PythonicCall, QuotedCall, TaggedCall, ToolsFormat
+from router.formats.choice import named
+from router.formats.format import OutputFormat
 from router.formats.lexer import Lexer
+from worker.formats.families import HARMONY, TOOLS
+from worker.formats.syntax import JsonCall, NamedCall, PythonicCall, QuotedCall, TaggedCall, ToolsFormat
 
 FORMATS = (*TOOLS, HARMONY)
 NAMES = ("get_weather", "search", "f", "a.b-c_d")

@@ -12,19 +12,10 @@ import pytest
 from router.chat.conversation import Tool
 from router.chat.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta, joined
 from router.config import RouterConfig
-from router.formats.families import (
-    HARMONY,
-    PARSERS,
-    THINKING,
-    THINKING_ALIASES,
-    TOOL_ALIASES,
-    TOOLS,
-    choose,
-    detect,
-    named,
-)
+from router.formats.choice import choose, detect, named
 from router.formats.lexer import Lexer
 from router.formats.typed_values import as_object, typed, value_types
+from worker.formats.families import HARMONY, PARSERS, THINKING, THINKING_ALIASES, TOOL_ALIASES, TOOLS
 
 BAR = "\uff5c"
 NONE: Callable[[str], int | None] = {}.get

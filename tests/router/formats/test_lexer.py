@@ -11,11 +11,12 @@ import pytest
 
 from router.chat.conversation import Tool
 from router.chat.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
-from router.formats.families import HARMONY, TOOLS, named
+from router.formats.choice import named
 from router.formats.format import OutputFormat
 from router.formats.lexer import Lexer
 from tests.router.formats import answers
 from tests.router.formats.cases import CALLS, CASES, Case, v31
+from worker.formats.families import HARMONY, TOOLS
 
 ANSWERS = int(os.environ.get("SHOAL_FUZZ_ANSWERS", "600"))  # that are generated for the property test
 BLOCKS = 14

@@ -9,9 +9,10 @@ import pytest
 import tokenizers
 
 from router.chat.chat_template import ChatTemplate, TemplateError
-from router.formats.families import HARMONY, named
+from router.formats.choice import named
 from router.text.tokenizer import PromptTooLong, Tokenizer
 from router.text.turn_ends import unended_turn
+from worker.formats.families import HARMONY
 
 
 def test_special_tokens_are_added_only_if_asked(byte_level_tokenizer_maker: object) -> None:

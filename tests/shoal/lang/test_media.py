@@ -5,9 +5,9 @@ import base64
 import pytest
 from PIL import Image
 
-from router.formats.families import THINKING, THINKING_ALIASES
 from shoal.lang.media import image_part, video_part
 from shoal.lang.reasoning import marks_of, split_reasoning
+from worker.formats.families import THINKING, THINKING_ALIASES
 
 
 def test_pictures(tmp_path):

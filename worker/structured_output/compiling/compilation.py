@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from worker.formats.written import MARKERS
 from worker.structured_output.compiling.answer_verdict import AnswerToCheck, answer_verdict
 from worker.structured_output.compiling.client_lark import client_lark, is_lark, lark_error
 from worker.structured_output.compiling.forks import in_fork
@@ -37,7 +38,6 @@ from worker.structured_output.rules.charset import category
 from worker.structured_output.rules.ebnf import START, Node, Ref, prune, rule_text, seq, to_text
 from worker.structured_output.rules.lark import can_follow_markers, to_lark, unique_items
 from worker.structured_output.tokens import GrammarVocabulary
-from worker.structured_output.tool_calls.call_formats import MARKERS
 from worker.structured_output.tool_calls.markers import Speller
 from worker.structured_output.tool_calls.structural_tag import structural_tag_rules
 from worker.structured_output.tool_calls.tool_calls import tool_call_rules

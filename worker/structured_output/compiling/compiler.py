@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worker.client_turns import ClientTurns
+from worker.formats.written import MARKERS
 from worker.messages import Grammar
 from worker.structured_output.compiling.answer_verdict import AnswerToCheck, AnswerVerdict
 from worker.structured_output.compiling.compilation import keeps_markers_apart, kept_apart
@@ -26,7 +27,6 @@ from worker.structured_output.matching.lazy_grammar import LAZY_BYTES, LAZY_BYTE
 from worker.structured_output.matching.lazy_matcher import LazyVocabulary
 from worker.structured_output.matching.state import CompiledGrammar
 from worker.structured_output.tokens import GrammarVocabulary
-from worker.structured_output.tool_calls.call_formats import MARKERS
 
 if TYPE_CHECKING:
     import xgrammar

@@ -48,10 +48,11 @@ _decode = msgspec.msgpack.Decoder(CompiledText).decode
 def identity(
     model_dir: Path, vocab_size: int, end_ids: Sequence[int], cpu_s: float, memory_bytes: int
 ) -> tuple[str, ...]:
-    """All that a compiled grammar depends on but for the grammar: the tokenizer, the versions of the engines, this
-    package's own code, and what a compilation may take. Raises OSError if there is no tokenizer.json."""
+    """All that a compiled grammar depends on but for the grammar: the tokenizer, the versions of the engines, the code
+    that makes it, and what a compilation may take. Raises OSError if there is no tokenizer.json."""
     code = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+    worker = Path(__file__).parents[2]
+    for file in sorted([*(worker / "structured_output").rglob("*.py"), *(worker / "formats").glob("*.py")]):
         code.update(file.read_bytes())
     return (
         hashlib.sha256((model_dir / "tokenizer.json").read_bytes()).hexdigest(),

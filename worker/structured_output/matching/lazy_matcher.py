@@ -8,13 +8,13 @@ here:
 - It does not count the end token as a step.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from worker.structured_output.matching.boundary_tokens import BoundaryTokens
 from worker.structured_output.tokens import BY_ID
 
 if TYPE_CHECKING:
@@ -30,6 +30,29 @@ def _executor(threads: int) -> Any:
     import llguidance
 
     return llguidance.LLExecutor(num_threads=threads)
+
+
+class BoundaryTokens:
+    """The tokens of a vocabulary by what they may end, as rows of a bitmask, and in the order of their texts."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        """`tokens`: the text of each token."""
+        ids = sorted((i for i, text in enumerate(tokens) if text), key=tokens.__getitem__)
+        self.ids, self.texts = ids, [tokens[i] for i in ids]
+        self._size = len(tokens)
+        some, several = rb"[,\]]", rb"[,\]].*[,\]]|\[.*[,\]]|,.*\".*\""
+        self.ends_one = (self._row(some), self._row(rb'".*' + some))
+        """Tokens that may end an item: from outside of a string, and from within one."""
+        self.ends_inner = (self._row(several), self._row(rb'".*(?:' + several + rb")"))
+        """Tokens that may end an item that begins in them, or a string of it."""
+
+    def _row(self, pattern: bytes) -> "np.ndarray[Any, Any]":
+        row = np.zeros(-(-self._size // 32), dtype=np.uint32)
+        search = re.compile(pattern, re.DOTALL).search
+        for token_id, text in zip(self.ids, self.texts, strict=True):
+            if search(text):
+                row[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        return row
 
 
 class LazyVocabulary:

@@ -1,8 +1,9 @@
 """Markers in texts, written as tokens where the vocabulary has them; and free text up to a marker."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+from worker.formats.syntax import TextPattern
 from worker.structured_output.rules.ebnf import FreeText, Node, Regex, Terminal, Token, optional, seq
 
 _LINE_ENDS = Regex("\\n{0,2}")  # models write up to two after their thinking
@@ -30,9 +31,14 @@ class Speller:
             at = match.end()
         return parts + ([Terminal(text[at:])] if at < len(text) else [])
 
-    def node(self, *texts: str | Node) -> Node:
+    def node(self, *texts: str | TextPattern | Node) -> Node:
         """All of the texts, one after the other."""
-        return seq(*(part for text in texts for part in (self.parts(text) if isinstance(text, str) else [text])))
+        return seq(*(part for text in texts for part in self._nodes(text)))
+
+    def _nodes(self, text: str | TextPattern | Node) -> Sequence[Node]:
+        if isinstance(text, str):
+            return self.parts(text)
+        return (Regex(text.pattern),) if isinstance(text, TextPattern) else (text,)
 
     def mark(self, marker: str) -> Terminal | Token:
         """A marker by itself."""

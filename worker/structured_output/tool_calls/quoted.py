@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from worker.formats.written import Quotes
 from worker.structured_output.conversion import values
 from worker.structured_output.conversion.schema import SchemaConverter
 from worker.structured_output.conversion.values import COLON
@@ -10,7 +11,6 @@ from worker.structured_output.json_schema.conjunction import Schema
 from worker.structured_output.rules.ebnf import EMPTY, NEVER, FreeText, Node, Ref, Regex, Terminal, seq
 from worker.structured_output.tokens import APART
 from worker.structured_output.tool_calls import verbatim
-from worker.structured_output.tool_calls.call_formats import Quotes
 from worker.structured_output.tool_calls.markers import Speller
 
 _BARE = re.compile(r"[^\s:,{}\[\]<\"](?:[^:,{}\[\]<\"]*[^\s:,{}\[\]<\"])?")

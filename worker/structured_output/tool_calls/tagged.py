@@ -9,6 +9,7 @@ import json
 import re
 from typing import Any
 
+from worker.formats.written import Tags
 from worker.structured_output.conversion.schema import SchemaConverter
 from worker.structured_output.conversion.unmarked import TEXT, may_break
 from worker.structured_output.error import GrammarError
@@ -17,7 +18,6 @@ from worker.structured_output.json_schema.keywords import generated_types
 from worker.structured_output.rules.charset import category, complement, intersection, pattern, union
 from worker.structured_output.rules.ebnf import NEVER, Node, Ref, Regex, Repeat, Terminal, alt, optional, seq
 from worker.structured_output.tool_calls import verbatim
-from worker.structured_output.tool_calls.call_formats import Tags
 from worker.structured_output.tool_calls.markers import Speller
 
 _NAME = re.compile(r"[^\s<>\"'=](?:[^<>\"'=\n]*[^\s<>\"'=])?")
@@ -100,15 +100,14 @@ class TaggedArguments:
 
     def _keeps(self, value: str) -> bool:
         """Whether a reader gets exactly this string."""
-        is_trimmed = self._tags.trims and (value.startswith("\n") or value.endswith("\n"))
-        return not may_break(value, self._tags.ends) and "\0" not in value and not is_trimmed
+        return not may_break(value, self._tags.ends) and "\0" not in value
 
     def _string(self, schema: Schema, types: set[str], at: str) -> Node:
         is_apart = self._is_told(types) or types <= {"string", "null"}
         if not is_apart and not verbatim.limits(schema):
             return seq(Regex(_safe_start()), self._text)
         begin = None if is_apart else f"{_safe_start()}{pattern(TEXT)}*"
-        return verbatim.string(schema, at, self._text, self._tags.ends, trims=self._tags.trims, begin=begin)
+        return verbatim.string(schema, at, self._text, self._tags.ends, begin=begin)
 
 
 def _types(schema: Schema) -> list[str]:

@@ -12,6 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from worker.formats.families import HARMONY, TOOLS
+from worker.formats.syntax import Text, TextPattern
+from worker.formats.written import CALLS, CHANNELS, MARKERS, CallFormat, Quotes, Tags
 from worker.structured_output.conversion import values
 from worker.structured_output.conversion.schema import START, SchemaConverter, refusals
 from worker.structured_output.conversion.spelling import JSON, PYTHON, json_without
@@ -36,16 +39,6 @@ from worker.structured_output.rules.ebnf import (
     seq,
 )
 from worker.structured_output.tokens import APART, GrammarVocabulary
-from worker.structured_output.tool_calls.call_formats import (
-    ALIASES,
-    FORMATS,
-    HARMONY,
-    MARKERS,
-    CallFormat,
-    Quotes,
-    Tags,
-    Text,
-)
 from worker.structured_output.tool_calls.markers import Speller, key
 from worker.structured_output.tool_calls.other_text import not_beginning
 from worker.structured_output.tool_calls.quoted import QuotedConverter, quoted_rules
@@ -118,16 +111,17 @@ def tool_call_rules(text: str, vocabulary: GrammarVocabulary) -> CallRules:
         raise GrammarError(f"the tools are not as they should be: {error}") from None
     if not wanted.tools and (wanted.form is None or wanted.mode == "required"):
         raise GrammarError("there is no tool to call")
-    name = ALIASES.get(wanted.format, wanted.format)
-    if name == "mistral" and "[ARGS]" not in vocabulary.added and "[TOOL_CALLS]" in vocabulary.added:
-        name = "mistral_list"
+    name = wanted.format
+    if name == "mistral":
+        has_begin, has_arguments = (mark in vocabulary.added for mark in CALLS[name].before + CALLS[name].between)
+        name = "mistral_list" if has_begin and not has_arguments else name
     thinking = wanted.thinking
     markers = (*MARKERS, *((thinking.begin, thinking.end) if thinking else ()))
     speller = Speller(markers, vocabulary.added)
-    if name == "harmony":
-        answer: _Answer = _HarmonyAnswer(wanted, speller, CallFormat((), (), ()), vocabulary)
-    elif name in FORMATS:
-        answer = _Answer(wanted, speller, FORMATS[name])
+    if name == HARMONY:
+        answer: _Answer = _HarmonyAnswer(wanted, speller, CallFormat(), vocabulary)
+    elif name in CALLS:
+        answer = _Answer(wanted, speller, CALLS[name])
     else:
         raise GrammarError(f"calls in the format {wanted.format!r} cannot be constrained")
     return CallRules(answer.pruned(), "answer", not (answer.format.bare and wanted.form is not None))
@@ -170,7 +164,7 @@ class _Answer:
             return seq(self._thinking(), alt((self._bare_calls(), self._other())))
         return seq(self._thinking(), self._free_text())
 
-    def call(self, before: Iterable[str | Node] = ()) -> Node:
+    def call(self, before: Iterable[str | TextPattern | Node] = ()) -> Node:
         """A call of any of the tools. `before`: in place of what stands before the name."""
         node = self.speller.node
         return alt(
@@ -212,7 +206,7 @@ class _Answer:
         rest = seq(more if self.wanted.parallel else EMPTY, node(*format.closing))
         calls: list[Node] = []
         tag = self._tag()
-        begins: list[Text] = [(_LINE_ENDS,), *([] if tag == EMPTY else [(_LINE_ENDS, tag)])]
+        begins: list[tuple[Node, ...]] = [(_LINE_ENDS,), *([] if tag == EMPTY else [(_LINE_ENDS, tag)])]
         for begin in begins:
             calls += [
                 seq(
@@ -262,7 +256,7 @@ class _Answer:
         return seq(self._thinking() if begin != EMPTY else EMPTY, begin, rest, node(*self.format.last))
 
     def _tag(self) -> Node:
-        tag = self.speller.mark("<|python_tag|>")
+        tag = self.speller.mark(TOOLS["llama3_json"].begin)
         return tag if isinstance(tag, Token) else EMPTY
 
     def _other(self) -> Node:
@@ -349,11 +343,11 @@ class _HarmonyAnswer(_Answer):
 
     def __init__(self, wanted: ToolCalls, speller: Speller, format: CallFormat, vocabulary: GrammarVocabulary) -> None:
         super().__init__(wanted, speller, format)
-        call = speller.mark(HARMONY.call)
+        call = speller.mark(CHANNELS.call)
         self._ends_itself = isinstance(call, Token) and call.id in vocabulary.end_ids
 
     def answer(self) -> Node:
-        node, names = self.speller.node, HARMONY
+        node, names = self.speller.node, CHANNELS
         marks = (names.start, names.channel, names.constrain, names.message, names.call, names.last)
         message = seq(self.speller.up_to(names.end, *marks), node(names.start + names.role))
         thinking = seq(node(f"{names.channel}analysis{names.message}"), message)
@@ -373,12 +367,12 @@ class _HarmonyAnswer(_Answer):
 
     def _of_json(self) -> Node:
         """The part of a header that says that the message is JSON."""
-        node, names = self.speller.node, HARMONY
+        node, names = self.speller.node, CHANNELS
         return alt((node(f" {names.constrain}json"), node(" json"), node(f"{names.constrain}json")))
 
     def _messages(self) -> Node:
         """A call, with the recipient in either place of the header."""
-        node, names = self.speller.node, HARMONY
+        node, names = self.speller.node, CHANNELS
         after = node(f" to={names.namespace}")
         calls: list[Node] = []
         for tool, arguments in zip(self.wanted.tools, self.arguments, strict=True):

@@ -7,7 +7,7 @@ from worker.structured_output.error import GrammarError
 from worker.structured_output.json_schema.conjunction import Schema
 from worker.structured_output.matching.intersections import intersection as all_of
 from worker.structured_output.rules import regex
-from worker.structured_output.rules.charset import Ranges, complement, intersection, pattern
+from worker.structured_output.rules.charset import Ranges, pattern
 from worker.structured_output.rules.ebnf import NEVER, Complement, Node, Regex, Terminal, alt
 
 _LIMITS = ("not", "format", "pattern", "minLength", "maxLength")
@@ -23,11 +23,9 @@ def is_writable(text: str) -> bool:
     return all(any(first <= ord(char) <= last for first, last in TEXT) for char in text)
 
 
-def string(
-    schema: Schema, at: str, text: Node, marks: tuple[str, ...], *, trims: bool = False, begin: str | None = None
-) -> Node:
-    """A string by its schema. `text`: one without limits. With limits, none of `marks` occurs in it, it neither begins
-    nor ends with a line's end if a reader `trims` that, and it matches `begin`. Raises GrammarError."""
+def string(schema: Schema, at: str, text: Node, marks: tuple[str, ...], begin: str | None = None) -> Node:
+    """A string by its schema. `text`: one without limits. With limits, none of `marks` occurs in it, and it matches
+    `begin`. Raises GrammarError."""
     keywords = limits(schema)
     if not keywords:
         return text
@@ -41,10 +39,6 @@ def string(
     parts = inside(TEXT) or [Regex(f"{pattern(TEXT)}*")]
     if parts != inside(without_bracket(TEXT)):
         parts.append(Regex(unmarked(marks, TEXT, telling=None)))
-    line_end: Ranges = ((0x0A, 0x0A),)
-    others = intersection(TEXT, complement(line_end))
-    if trims and parts[: len(inside(others))] != inside(others):
-        parts.append(Regex(f"(?:{pattern(others)}(?:{pattern(TEXT)}*{pattern(others)}){{0,1}}){{0,1}}"))
     if begin is not None:
         parts.append(Regex(begin))
     if "not" in schema:

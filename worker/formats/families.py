@@ -1,21 +1,21 @@
-"""The formats of model families by name, and the choice of a model's formats from its chat template.
+"""The formats of model families by name, each described once: readers and grammars follow from it.
 
 Names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`. Where several of its names, or SGLang's, mean
 one format, the others are aliases.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from router.formats.format import (
-    Channels,
+from worker.formats.syntax import (
+    LINE,
+    CallStyle,
     JsonCall,
     NamedCall,
-    OutputFormat,
     PythonicCall,
     QuotedCall,
     TaggedCall,
+    TextPattern,
     ThinkingFormat,
     ToolsFormat,
 )
@@ -47,6 +47,16 @@ def _dsml(name: str, section: str, other: str) -> ToolsFormat:
             ),
         ),
         pieces=(_DSML,),
+        written=CallStyle(
+            quote='"',
+            kind=" string=",
+            strings="true",
+            others="false",
+            after_begin=("\n",),
+            after_name=("\n",),
+            after_value=("\n",),
+            after_call=("\n",),
+        ),
     )
 
 
@@ -70,6 +80,7 @@ _TOOLS = (
         calls=(JsonCall(),),
         instruction=_INSTRUCTION,
         result="<tool_response>\n{text}\n</tool_response>",
+        written=CallStyle(each=True, after_begin=("\n",), after_call=("\n",), separator=(LINE,)),
     ),
     ToolsFormat(
         "qwen3_coder",
@@ -86,6 +97,16 @@ _TOOLS = (
                 trims=True,
                 bare=True,
             ),
+        ),
+        written=CallStyle(
+            each=True,
+            after_begin=("\n",),
+            after_name=("\n",),
+            after_key=("\n",),
+            before_value_end=("\n",),
+            after_value=("\n",),
+            after_call=("\n",),
+            separator=(LINE,),
         ),
     ),
     ToolsFormat(
@@ -104,12 +125,28 @@ _TOOLS = (
             ),
         ),
         others=(("<tool_call>", "</tool_call>"),),
+        written=CallStyle(
+            each=True,
+            after_begin=("\n",),
+            after_name=("\n",),
+            after_value=("\n",),
+            after_call=("\n",),
+            separator=(LINE,),
+        ),
     ),
     ToolsFormat(
         "llama3_json",
         begin="<|python_tag|>",
-        calls=(JsonCall(other_keys=("type", "id"), needs_arguments=True, separators=(";",)),),
+        calls=(
+            JsonCall(
+                argument_keys=("parameters", "arguments"),
+                other_keys=("type", "id"),
+                needs_arguments=True,
+                separators=(";",),
+            ),
+        ),
         bare="{",
+        written=CallStyle(marked=False, separator=("; ",)),
     ),
     ToolsFormat(
         "granite",
@@ -118,24 +155,28 @@ _TOOLS = (
             _JSON_LIST,
             JsonCall(begin="<tool_call>", list_begin="[", list_end="]", separators=(",",), bare=True),  # version 3.1
         ),
+        written=CallStyle(separator=(", ",)),
     ),
     ToolsFormat(
         "nemotron_json",
         begin="<TOOLCALL>",
         end="</TOOLCALL>",
         calls=(_JSON_LIST,),
+        written=CallStyle(separator=(", ",)),
     ),
     ToolsFormat(
         "phi4_mini_json",
         begin="functools",
         others=(("<|tool_call|>", "<|/tool_call|>"),),
         calls=(_JSON_LIST,),
+        written=CallStyle(separator=(", ",)),
     ),
     ToolsFormat(
         "hunyuan_a13b",
         begin="<tool_calls>",
         end="</tool_calls>",
         calls=(_JSON_LIST,),
+        written=CallStyle(separator=(", ",)),
     ),
     ToolsFormat(
         "xlam",
@@ -143,12 +184,13 @@ _TOOLS = (
         others=(("<tool_call>", "</tool_call>"), ("```json", "```")),
         calls=(_JSON_LIST,),
         bare="[",
+        written=CallStyle(marked=False, separator=(", ",)),
     ),
     ToolsFormat(
         "internlm",
         begin="<|action_start|><|plugin|>",
         end="<|action_end|>",
-        calls=(JsonCall(),),
+        calls=(JsonCall(argument_keys=("parameters", "arguments")),),
         pieces=("<|action_start|>", "<|plugin|>"),
     ),
     ToolsFormat(
@@ -165,16 +207,31 @@ _TOOLS = (
             ),
         ),
         thinking="cohere_command3",
+        written=CallStyle(separator=(", ",)),
     ),
     ToolsFormat(
         "olmo3",
         begin="<function_calls>",
         end="</function_calls>",
         calls=(PythonicCall(list_begin="", list_end=""),),
+        written=CallStyle(after_begin=("\n",), before_end=("\n",), separator=("\n",)),
     ),
-    ToolsFormat("pythonic", calls=(PythonicCall(),), bare="["),
-    ToolsFormat("lfm2", begin="<|tool_call_start|>", end="<|tool_call_end|>", calls=(PythonicCall(),)),
-    ToolsFormat("llama4_pythonic", begin="<|python_start|>", end="<|python_end|>", calls=(PythonicCall(),), bare="["),
+    ToolsFormat("pythonic", calls=(PythonicCall(),), bare="[", written=CallStyle(marked=False, separator=(", ",))),
+    ToolsFormat(
+        "lfm2",
+        begin="<|tool_call_start|>",
+        end="<|tool_call_end|>",
+        calls=(PythonicCall(),),
+        written=CallStyle(separator=(", ",)),
+    ),
+    ToolsFormat(
+        "llama4_pythonic",
+        begin="<|python_start|>",
+        end="<|python_end|>",
+        calls=(PythonicCall(),),
+        bare="[",
+        written=CallStyle(separator=(", ",)),
+    ),
     ToolsFormat(
         "mistral",
         begin="[TOOL_CALLS]",
@@ -183,6 +240,7 @@ _TOOLS = (
             NamedCall(id_begin="[CALL_ID]", name_ends=("[ARGS]",), brace_ends_name=True),
         ),
         ids="nine",
+        written=CallStyle(call=1, each=True),
     ),
     ToolsFormat(
         "deepseek_v3",
@@ -199,6 +257,7 @@ _TOOLS = (
             ),
         ),
         pieces=(_DEEPSEEK_SEPARATOR,),
+        written=CallStyle(after_name=("\n",), separator=("\n",)),
     ),
     ToolsFormat(
         "deepseek_v31",
@@ -222,6 +281,7 @@ _TOOLS = (
                 end="</tool_call>",
             ),
         ),
+        written=CallStyle(after_name=(LINE,), after_key=(LINE,), after_value=(LINE,), separator=(LINE,)),
     ),
     ToolsFormat(
         "hy_v3",
@@ -239,6 +299,9 @@ _TOOLS = (
                 bare=True,
             ),
         ),
+        written=CallStyle(
+            after_begin=(LINE,), after_name=(LINE,), after_key=(LINE,), after_value=(LINE,), after_call=(LINE,)
+        ),
     ),
     ToolsFormat(
         "kimi_k2",
@@ -255,6 +318,7 @@ _TOOLS = (
             ),
         ),
         ids="counted",
+        written=CallStyle(prefix="functions.", number=(":", TextPattern("[0-9]{1,3}"))),
     ),
     ToolsFormat(
         "kimi_k3",
@@ -275,6 +339,15 @@ _TOOLS = (
         ),
         pieces=("<|open|>", "<|close|>", "<|sep|>"),
         thinking="kimi_k3",
+        written=CallStyle(
+            between_marks=True,
+            quote='"',
+            number=(' index="', TextPattern("[0-9]{1,3}"), '"'),
+            kind=" type=",
+            strings="string",
+            others=TextPattern("(?:number|boolean|null|object|array)"),
+            ends=("<|close|>argument", "<|open|>argument", "<|close|>call"),
+        ),
     ),
     ToolsFormat(
         "minimax_m2",
@@ -293,6 +366,7 @@ _TOOLS = (
                 bare=True,
             ),
         ),
+        written=CallStyle(quote='"', after_begin=("\n",), after_name=("\n",), after_value=("\n",), after_call=("\n",)),
     ),
     ToolsFormat(
         "gemma4",
@@ -353,7 +427,7 @@ THINKING_ALIASES: Mapping[str, str] = {
 }  # fmt: skip
 PARSERS = "auto", "none", HARMONY  # names beyond those of the formats
 # The first entry whose texts all occur in a template tells how its model writes calls.
-_TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
+TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((f"{_DSML}function_calls",), "deepseek_v32"),
     ((f"{_DSML}tool_calls",), "deepseek_v4"),
     ((_DEEPSEEK_BEGIN, "```json"), "deepseek_v3"),
@@ -385,77 +459,8 @@ _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|tool_list_start|>",), "lfm2"),
     (("List of tools: ",), "lfm2"),  # since version 2.5
 )
-_CONFIG_TELLS: Mapping[str, str] = {  # model types whose files may have no template
+CONFIG_TELLS: Mapping[str, str] = {  # model types whose files may have no template
     "mistral": "mistral", "mistral3": "mistral", "ministral3": "mistral", "mistral4": "mistral",
     "mixtral": "mistral", "seed_oss": "seed_oss", "deepseek_v32": "deepseek_v32",
     "deepseek_v4": "deepseek_v4", "kimi_k2": "kimi_k2", "kimi_k3": "kimi_k3", "minimax_m2": "minimax_m2",
 }  # fmt: skip
-
-
-def choose(
-    tool_call_parser: str,
-    reasoning_parser: str,
-    template: str | None,
-    token_of: Callable[[str], int | None] = lambda token: None,
-    config: Mapping[str, Any] | None = None,
-) -> OutputFormat:
-    """The format of a model's answers by the names of its parsers: `auto` for what `detect` finds, `none` for text.
-    Raises KeyError for an unknown name."""
-    tool_call_parser = TOOL_ALIASES.get(tool_call_parser, tool_call_parser)
-    reasoning_parser = THINKING_ALIASES.get(reasoning_parser, reasoning_parser)
-    found = detect(template, token_of, config)
-    if HARMONY in (tool_call_parser, reasoning_parser):
-        return OutputFormat(channels=Channels()).bound(token_of)
-    if (tool_call_parser, reasoning_parser) == ("auto", "auto"):
-        return found
-    tools = found.tools if tool_call_parser == "auto" else TOOLS.get(tool_call_parser)
-    thinking = THINKING.get(reasoning_parser)
-    if reasoning_parser == "auto":
-        thinking = _thinking_with(tools) or found.thinking
-    for name, known in ((tool_call_parser, TOOLS), (reasoning_parser, THINKING)):
-        if name not in ("auto", "none") and name not in known:
-            raise KeyError(name)
-    return OutputFormat(tools=tools, thinking=thinking).bound(token_of)
-
-
-def named(tools: str | None, thinking: str | None) -> OutputFormat:
-    """The format with these names, None for none, but for the thinking that belongs to the tools' format. `openai` is
-    harmony, which is both. Raises KeyError for an unknown name."""
-    tools, thinking = TOOL_ALIASES.get(tools or "", tools), THINKING_ALIASES.get(thinking or "", thinking)
-    if HARMONY in (tools, thinking):
-        return OutputFormat(channels=Channels())
-    form = None if tools is None else TOOLS[tools]
-    return OutputFormat(tools=form, thinking=_thinking_with(form) if thinking is None else THINKING[thinking])
-
-
-def detect(
-    template: str | None,
-    token_of: Callable[[str], int | None] = lambda token: None,
-    config: Mapping[str, Any] | None = None,
-) -> OutputFormat:
-    """The format of a model's answers, bound to its vocabulary.
-
-    - `template`: the source of its chat template.
-    - `token_of`: the id of the added token with a given text, None if there is none.
-    - `config`: the content of its `config.json`; counts where the template tells nothing.
-
-    A model whose template has no tools gets `hermes`, whose `instruction` describes them in a system message. Thinking
-    is looked for only where the template or the vocabulary has its markers.
-    """
-    source = template or ""
-    model_type = str((config or {}).get("model_type", ""))
-    channels = Channels()
-    if (channels.channel in source and channels.message in source) or model_type == "gpt_oss":
-        return OutputFormat(channels=channels).bound(token_of)
-    found = next((name for texts, name in _TEMPLATE_TELLS if all(text in source for text in texts)), None)
-    tools = TOOLS[found or _CONFIG_TELLS.get(model_type, "hermes")]
-    thinking = _thinking_with(tools)
-    if thinking is None:
-        thinking = next((each for each in _THINKING if each.tells(source)), None)
-    if thinking is None:
-        thinking = next((each for each in _THINKING if each.is_in(token_of)), None)
-    return OutputFormat(tools=tools, thinking=thinking).bound(token_of)
-
-
-def _thinking_with(tools: ToolsFormat | None) -> ThinkingFormat | None:
-    return None if tools is None or not tools.thinking else THINKING[tools.thinking]
