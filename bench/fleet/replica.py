@@ -231,6 +231,7 @@ class FleetReplica:
         """Chooses the chunks of the next step."""
         decodes, waiting = len(self._decoding), self._window()
         self._plans += 1
+        self._shares.passes(now_s)
         old = [seq for seq in waiting if seq.looked_up_step + LOOKUP_EVERY_STEPS < self._plans]
         for seq in old[:LOOKUPS_A_STEP]:
             seq.cached, seq.looked_up_step = self._match(seq).num_tokens, self._plans
@@ -246,6 +247,8 @@ class FleetReplica:
         assert budget is not None
         budget.shape = BatchShape.decoding(decodes, self._context + decodes)
         budget.tokens_left -= decodes
+        if (most := self._shares.most_prompt_tokens) is not None:
+            budget.limit_prompts(most)
         is_open = self._plans >= self._blocked_until
         for seq in self._in_turn(waiting, now_s):
             if budget.tokens_left <= 0:
@@ -253,7 +256,7 @@ class FleetReplica:
             if seq.node is None:
                 if not is_open or self._computes_prefix_of(seq):
                     continue
-                if not self._admit(seq, budget):
+                if not self._admit(seq, budget, now_s):
                     is_open = False
                     continue
                 if not seq.was_preempted:
@@ -302,8 +305,9 @@ class FleetReplica:
         seq.own_pages += max(0, pages)
         budget.add(seq.computed, chunk)
         self._step.append((seq, chunk))
+        self._shares.computes(seq.share, chunk)
 
-    def _admit(self, seq: SimulatedSequence, budget: Budget) -> bool:
+    def _admit(self, seq: SimulatedSequence, budget: Budget, now_s: float) -> bool:
         """Starts a waiting sequence if there are a slot and pages for it and for the outputs to come."""
         if len(self._prefilling) + len(self._decoding) >= MOST_RUNNING:
             self._blocked_until = self._plans + RETRY_STEPS
@@ -322,6 +326,7 @@ class FleetReplica:
             return False
         seq.node, seq.computed = match.node, match.num_tokens
         self._waiting.remove(seq)
+        self._shares.starts(seq.share, now_s)
         self._shares.dequeue(seq.share)
         if not seq.was_preempted:
             self._shares.charge(seq.share, len(seq.tokens) - seq.cached)
