@@ -39,8 +39,8 @@ from cluster.request_router import ServePlacer, listen
 from cluster.scaling import Scaling
 from cluster.service import open_models, open_service
 from router.api import create_app
-from router.listener import Listener
-from router.metrics import Metrics
+from router.http.listener import Listener
+from router.metrics.metrics import Metrics
 from router.service import Service
 from worker.folders import cache_folder
 

@@ -22,7 +22,7 @@ from cluster.deployed import scale, targets
 from cluster.listening import keep_serve_here
 from cluster.log_lines import LogFormat
 from cluster.scaling import Scaling, Trend, Wanted, wanted
-from router.demand import Demand, of_all_routers
+from router.fleet.demand import Demand, of_all_routers
 
 LOOK_S = 1.0  # between two looks at the demand
 STALE_S = 5.0  # how long what a router has told counts

@@ -18,8 +18,8 @@ from pydantic_core import ErrorDetails
 
 from cluster.log_lines import LogFormat
 from cluster.models import model_name
+from router.access.key_file import KeyEntry
 from router.config import Aliases, ModelConfig, RouterConfig, UpstreamConfig
-from router.key_file import KeyEntry
 from worker.config import WorkerConfig
 
 

@@ -20,12 +20,12 @@ from cluster.models import resolve, with_draft_folder
 from cluster.replica_process import ReplicaProcess
 from cluster.service import open_models, open_service
 from router.api import create_app
-from router.asgi_transport import AsgiTransport
-from router.errors import NoReplica
-from router.fleet import Fleet
-from router.metrics import Metrics
+from router.fleet.fleet import Fleet
+from router.http.asgi_transport import AsgiTransport
+from router.metrics.metrics import Metrics
 from router.programs import Home
-from router.replicas import Replicas
+from router.replicas.replicas import Replicas
+from router.wire.errors import NoReplica
 from worker.config import WorkerConfig
 from worker.curve import SECRET_BYTES
 

@@ -37,8 +37,8 @@ from cluster.deployed import APP, scale, targets
 from cluster.followed_config import FollowedConfig, rescaled
 from cluster.joined import Deployed
 from cluster.models import resolve, sampling_defaults, with_draft_folder
-from router.auth import Keys
-from router.listener import certificate_of
+from router.access.auth import Keys
+from router.http.listener import certificate_of
 
 POLL_S = 0.2
 START_S = 600.0  # that a server without replicas may take

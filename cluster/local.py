@@ -25,7 +25,7 @@ from cluster.config import Config, DeploymentConfig
 from cluster.listening import keep_ray_here
 from cluster.models import KNOWN
 from cluster.replica import CONTROL_CPUS, rank_resources
-from router.listener import bind
+from router.http.listener import bind
 
 CPU_KV_FRACTION = 0.25  # of the memory that is free, for the KV caches of all replicas together
 OBJECT_STORE_BYTES = 200 << 20  # no tensor and no token goes through it

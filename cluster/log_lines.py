@@ -1,7 +1,7 @@
 """Lines of the logs of routers and replicas, as text or as JSON.
 
-    2026-11-25T15:47:07.123Z INFO router.request_log: request 5f2c ended client=a model=tiny prompt_tokens=12 ...
-    {"time": "2026-11-25T15:47:07.123Z", "level": "INFO", "logger": "router.request_log", "message": "request 5f2c ...
+    2026-11-25T15:47:07.123Z INFO router.metrics.request_log: request 5f2c ended client=a model=tiny ...
+    {"time": "2026-11-25T15:47:07.123Z", "level": "INFO", "logger": "router.metrics.request_log", "message": ...
 
 A line has more fields than its message: what was logged with `extra`, what `set_up` was given for all lines of the
 process, and in a router the id of the request for which the running task works. Only the names in `FIELDS` are written,
@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Literal, assert_never
 
-from router import request_id, request_log
+from router.metrics import request_log
+from router.wire import request_id
 
 LogFormat = Literal["text", "json"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from prometheus_client import Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.metrics import Metrics
+from router.metrics.metrics import Metrics
 from router.programs import Programs
 from worker.messages import ReplicaLoad
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cluster.conversion import Conversion, ModelError, Progress
-from router.defaults import SamplingDefaults
+from router.prepare.defaults import SamplingDefaults
 from worker.checkpoint.gguf_layout import FILE
 from worker.config import WorkerConfig
 

@@ -13,8 +13,8 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.deployed import ROUTER, details
-from router.errors import ApiError
-from router.protocols.dialects import error_response
+from router.streaming.dialects import error_response
+from router.wire.errors import ApiError
 
 OWN = "/-/"  # paths of the proxy's own, which HAProxy asks whether it lives
 ANSWERING = ("RUNNING", "UPDATING", "PENDING_MIGRATION")  # states of a replica in Serve

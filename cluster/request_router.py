@@ -26,10 +26,10 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from router.errors import NoReplica
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.programs import Home
-from router.replicas import Replicas
+from router.replicas.replicas import Replicas
+from router.wire.errors import NoReplica
 
 # How long a request that finds no replica waits before it looks again, if no connection changes: at first, and at most.
 # Thousands may wait, and every look costs.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
 from cluster.config import ReplicaConfig
-from router.demand import Demand
+from router.fleet.demand import Demand
 
 # One replica fewer is enough if each of the others would have at most this part of what it can do. With the mean load
 # higher, bursts wait, and what was taken away comes back.

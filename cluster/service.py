@@ -8,16 +8,16 @@ from pydantic import SecretStr
 
 from cluster.config import Config, DeploymentConfig
 from cluster.models import context_length, model_config, sampling_defaults
-from router.demand import Sleep
-from router.fleet import Fleet
-from router.metrics import Metrics
+from router.fleet.demand import Sleep
+from router.fleet.fleet import Fleet
+from router.http.upstream import Upstream
+from router.metrics.metrics import Metrics
 from router.models import Models
-from router.pooling import Pooling
-from router.replicas import Replicas
+from router.prepare.pooling import Pooling
+from router.replicas.replicas import Replicas
 from router.service import Placer, Service
-from router.tokenizer import Tokenizer
-from router.turn_ends import unended_turn
-from router.upstream import Upstream
+from router.text.tokenizer import Tokenizer
+from router.text.turn_ends import unended_turn
 from worker.models.end_tokens import eos_token_ids
 
 log = logging.getLogger(__name__)

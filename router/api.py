@@ -28,32 +28,37 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from router import openapi, request_id
-from router.adapter_routes import adapter_routes
-from router.auth import Keys, client_of
-from router.chat_prompt import chat_prompt
-from router.chat_template import TemplateError
-from router.choices import ChoicesFormat, choices_job
-from router.control_routes import control_routes
-from router.embedding_routes import embedding_routes
-from router.errors import ApiError, invalid
+from router import openapi
+from router.access.auth import Keys, client_of
+from router.access.rate_limits import HEADERS as RATE_LIMIT_HEADERS
+from router.access.rate_limits import Kind, RateLimits
+from router.chat.chat_template import TemplateError
+from router.endpoints.adapter_routes import adapter_routes
+from router.endpoints.chat_writer import ChatFormat
+from router.endpoints.choices import ChoicesFormat, choices_job
+from router.endpoints.completion_writer import CompletionFormat
+from router.endpoints.control_routes import control_routes
+from router.endpoints.embeddings.routes import embedding_routes
+from router.endpoints.messages.routes import anthropic_model, anthropic_models, messages_routes
+from router.endpoints.responses.routes import responses_routes
+from router.endpoints.templates import TemplateStream, template_calls
 from router.generation import Format, Generation
-from router.middleware import IGNORED, Guarded, HeadAsGet, Observed
+from router.http.middleware import IGNORED, Guarded, HeadAsGet, Observed
 from router.models import ListedModel, Models
 from router.page.routes import page_routes
-from router.prepared_request import PreparedRequest, chat_job, completion_job
-from router.program_calls import branch_call, continued_branches, held_branch, program_key
+from router.prepare.chat_reader import tokenized_conversation
+from router.prepare.prepared_request import PreparedRequest, chat_job, completion_job
+from router.prepare.program_calls import branch_call, continued_branches, held_branch, program_key
+from router.prepare.sampling import check_token_ids
 from router.programs import BranchText
-from router.protocols.chat_reader import tokenized_conversation
-from router.protocols.chat_writer import ChatFormat
-from router.protocols.completion_writer import CompletionFormat
-from router.protocols.dialects import error_response, wants_anthropic
-from router.protocols.messages_routes import anthropic_model, anthropic_models, messages_routes
-from router.protocols.messages_types import AnthropicModel
-from router.protocols.responses_routes import responses_routes
-from router.rate_limits import HEADERS as RATE_LIMIT_HEADERS
-from router.rate_limits import Kind, RateLimits
-from router.requests import (
+from router.service import Service
+from router.streaming.dialects import error_response, wants_anthropic
+from router.streaming.sse import ClientGone, EventStream, unless_gone
+from router.text.chat_prompt import chat_prompt
+from router.wire import request_id
+from router.wire.errors import ApiError, invalid
+from router.wire.messages_types import AnthropicModel
+from router.wire.requests import (
     INT32,
     ChatRequest,
     ChoicesRequest,
@@ -61,7 +66,7 @@ from router.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from router.responses import (
+from router.wire.responses import (
     ChatChunk,
     ChatCompletion,
     Completion,
@@ -74,10 +79,6 @@ from router.responses import (
     TokenizerInfo,
     Version,
 )
-from router.sampling import check_token_ids
-from router.service import Service
-from router.sse import ClientGone, EventStream, unless_gone
-from router.templates import TemplateStream, template_calls
 
 OPENAPI = "/openapi.json"
 PREFLIGHT_S = 600  # how long a browser may cache the answer to a CORS preflight

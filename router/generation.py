@@ -9,23 +9,23 @@ from typing import Any, Protocol
 
 import msgspec
 
-from router import request_log
-from router.answer_syntax import AnswerSyntax
-from router.deadline import within
-from router.deltas import CallBegin, CallEnd, Delta, TextDelta
-from router.errors import ApiError, program_unknown
+from router.access.rate_limits import Ticket
+from router.chat.deltas import CallBegin, CallEnd, Delta, TextDelta
 from router.formats.lexer import Lexer
-from router.output_text import OutputText, Piece, TokenText
-from router.prepared_request import Choice, PreparedRequest
+from router.metrics import request_log
+from router.prepare.answer_syntax import AnswerSyntax
+from router.prepare.prepared_request import Choice, PreparedRequest
+from router.prepare.sampling import sequence_seed
+from router.prepare.structure import STRUCTURE
 from router.programs import BranchUnknown, Held, Programs, Turn, kept_tokens
-from router.rate_limits import Ticket
-from router.responses import CompletionTokensDetails, PromptTokensDetails, Usage
-from router.sampling import sequence_seed
 from router.service import Service, SharedReplica
-from router.sse import Emit
-from router.structure import STRUCTURE
-from router.tokenizer import Tokenizer
-from router.visible_stop import VisibleStop
+from router.streaming.deadline import within
+from router.streaming.sse import Emit
+from router.text.output_text import OutputText, Piece, TokenText
+from router.text.tokenizer import Tokenizer
+from router.text.visible_stop import VisibleStop
+from router.wire.errors import ApiError, program_unknown
+from router.wire.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 from worker.messages import Output, SamplingParams, SchemaCheck, TokenLogprobs
 
 # With a keyword that half of the answers violate, one in 16 is still invalid then.

@@ -7,18 +7,18 @@ from typing import TypeVar
 
 from fastapi import Request, Response
 
-from router.aborts import Aborts
-from router.auth import client_of
-from router.body import HeldBytes, parse, read_sent
+from router.access.auth import client_of
+from router.access.rate_limits import RateLimits, Ticket, UsageExchange
 from router.config import RouterConfig
-from router.deadline import timeout_of
-from router.errors import ApiError, invalid
-from router.metrics import Metrics
-from router.rate_limits import RateLimits, Ticket, UsageExchange
-from router.requests import Body
+from router.http.body import HeldBytes, parse, read_sent
+from router.http.upstream import Upstream, head
+from router.metrics.metrics import Metrics
 from router.service import Service
-from router.shutdown import Shutdown
-from router.upstream import Upstream, head
+from router.streaming.aborts import Aborts
+from router.streaming.deadline import timeout_of
+from router.streaming.shutdown import Shutdown
+from router.wire.errors import ApiError, invalid
+from router.wire.requests import Body
 
 Known = TypeVar("Known", bound=Body)
 Route = Callable[[Request], Awaitable[Response]]

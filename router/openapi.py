@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 
-from router import requests, responses
-from router.page.state import ServerState
-from router.protocols import messages_types, responses_objects, responses_types
+from router.wire import messages_types, requests, responses, responses_objects, responses_types
+from router.wire.server_state import ServerState
 
 _REF = "#/components/schemas/{name}"
 _TYPES = (

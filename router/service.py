@@ -15,26 +15,26 @@ import msgspec
 from fastapi import Request
 
 from radix.salt import salted
-from router import request_log
-from router.auth import claimant
+from router.access.auth import claimant
+from router.access.key_file import ANYBODY, ApiClient
+from router.access.rate_limits import Ticket
 from router.config import ModelConfig
-from router.defaults import SamplingDefaults
-from router.demand import Demand, Sleep
-from router.errors import ApiError, NoReplica, busy, internal, invalid
-from router.fleet import Fleet, ReplicaView
+from router.fleet.demand import Demand, Sleep
+from router.fleet.fleet import Fleet, ReplicaView
+from router.fleet.queue_wait import ShortestQueue
+from router.fleet.resume_pace import ResumePace
 from router.formats.format import OutputFormat
-from router.key_file import ANYBODY, ApiClient
-from router.metrics import ModelMetrics
-from router.pooling import Pooling
+from router.metrics import request_log
+from router.metrics.metrics import ModelMetrics
+from router.metrics.replica_times import ReplicaTimes
+from router.prepare.defaults import SamplingDefaults
+from router.prepare.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
-from router.queue_wait import ShortestQueue
-from router.rate_limits import Ticket
-from router.replica_stream import ReaderTooSlow, ReplicaLost, ReplicaStream
-from router.replica_times import ReplicaTimes
-from router.replicas import Replicas
-from router.resume_pace import ResumePace
-from router.sse import unless_gone
-from router.tokenizer import Tokenizer
+from router.replicas.replicas import Replicas
+from router.replicas.stream import ReaderTooSlow, ReplicaLost, ReplicaStream
+from router.streaming.sse import unless_gone
+from router.text.tokenizer import Tokenizer
+from router.wire.errors import ApiError, NoReplica, busy, internal, invalid
 from worker.client_turns import ClientTurns
 from worker.messages import Adapter, AdapterChange, Failure, Generate, Output, Release, SamplingParams
 

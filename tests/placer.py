@@ -2,10 +2,10 @@
 
 import asyncio
 
-from router.errors import NoReplica
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.programs import Home
-from router.replicas import Replicas
+from router.replicas.replicas import Replicas
+from router.wire.errors import NoReplica
 
 
 class DirectPlacer:

@@ -23,12 +23,50 @@ ALLOWED = {
     "shoal.lang.backends": {"shoal.lang:"},
     "cluster": {"router", "worker"},
     "router": {
-        "radix", "worker.client_turns", "worker.curve", "worker.messages", "worker.sparse_log", "router.formats",
-        "router.protocols", "router.page",
+        "radix", "worker.client_turns", "worker.messages", "router.wire", "router.chat", "router.formats",
+        "router.text", "router.fleet", "router.metrics", "router.replicas", "router.streaming", "router.access",
+        "router.http", "router.prepare", "router.endpoints", "router.page",
     },
-    "router.formats": {"router:"},
-    "router.page": {"router:", "worker.messages"},
-    "router.protocols": {"router:", "router.formats", "worker.client_turns", "worker.messages"},
+    "router.wire": {"worker.messages"},
+    "router.chat": set(),
+    "router.formats": {"router.chat"},
+    "router.text": {"router.wire", "router.chat", "router.formats", "worker.messages"},
+    "router.fleet": {"router.wire", "router.programs", "worker.messages", "radix"},
+    "router.metrics": {"router.fleet", "router.programs", "worker.messages", "radix"},
+    "router.replicas": {
+        "router.wire", "router.fleet", "router.metrics", "worker.curve", "worker.messages", "worker.sparse_log",
+    },
+    "router.streaming": {"router.wire"},
+    "router.access": {
+        "router.wire", "router.config", "router.metrics", "router.replicas", "router.streaming", "worker.messages",
+        "worker.sparse_log",
+    },
+    "router.http": {
+        "router.wire", "router.config", "router.metrics", "router.streaming", "router.access",
+    },
+    "router.prepare": {
+        "router.wire", "router.chat", "router.formats", "router.text", "router.config", "router.programs",
+        "router.http.body", "worker.messages",
+    },
+    "router.page": {"router.wire", "router.metrics", "router.service", "router.models", "router.openapi"},
+    "router.endpoints": {
+        "router.wire", "router.chat", "router.formats.format", "router.text", "router.streaming", "router.access",
+        "router.prepare", "router.programs", "router.service", "router.generation", "router.models", "router.openapi",
+        "worker.messages",
+    },
+    "router.endpoints.embeddings": {
+        "router.wire", "router.text", "router.streaming", "router.access", "router.prepare", "router.service",
+        "router.generation", "router.models", "router.openapi", "worker.messages",
+    },
+    "router.endpoints.messages": {
+        "router.wire", "router.chat", "router.formats.format", "router.text", "router.streaming", "router.access",
+        "router.prepare", "router.service", "router.generation", "router.models", "router.openapi",
+    },
+    "router.endpoints.responses": {
+        "router.wire", "router.chat", "router.formats.format", "router.text", "router.config", "router.metrics",
+        "router.streaming", "router.access", "router.http.body", "router.prepare", "router.generation",
+        "router.models", "router.openapi", "router.endpoints.logprobs", "worker.client_turns",
+    },
     "worker": {"pipeline:", "radix"},
     "worker.engine": {
         "worker:", "worker.scheduler", "worker.executor", "worker.models", "worker.sampling", "worker.parallel",
@@ -47,7 +85,27 @@ ALLOWED = {
     "worker.models.families": {"worker.models:", "kernels"},
     "worker.parallel": {"worker:", "kernels.comm", "kernels.ops"},
     "worker.sampling": {"worker:", "worker.structured_output", "kernels"},
-    "worker.structured_output": {"worker:"},
+    "worker.structured_output": {"worker:", "worker.structured_output.matching", "worker.structured_output.compiling"},
+    "worker.structured_output.rules": {"worker.structured_output.error", "worker.structured_output.tokens"},
+    "worker.structured_output.json_schema": {"worker.structured_output.error", "worker.structured_output.rules"},
+    "worker.structured_output.matching": {
+        "worker.messages", "worker.structured_output.error", "worker.structured_output.tokens",
+        "worker.structured_output.rules", "worker.structured_output.json_schema",
+    },
+    "worker.structured_output.conversion": {
+        "worker.structured_output.error", "worker.structured_output.tokens", "worker.structured_output.rules",
+        "worker.structured_output.json_schema", "worker.structured_output.matching.intersections",
+    },
+    "worker.structured_output.tool_calls": {
+        "worker.structured_output.error", "worker.structured_output.tokens", "worker.structured_output.rules",
+        "worker.structured_output.json_schema", "worker.structured_output.conversion",
+        "worker.structured_output.matching.intersections",
+    },
+    "worker.structured_output.compiling": {
+        "worker:", "worker.structured_output.error", "worker.structured_output.tokens",
+        "worker.structured_output.rules", "worker.structured_output.json_schema", "worker.structured_output.matching",
+        "worker.structured_output.conversion", "worker.structured_output.tool_calls",
+    },
     "pipeline": set(),
     "radix": set(),
     "kernels": set(),
@@ -160,6 +218,23 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         TopologicalSorter(arrows).prepare()
     except CycleError as error:
         raise AssertionError(f"modules import each other: {error.args[1]}") from None
+
+
+def layer(module: str) -> str:
+    """A folder without further ones is one layer; each file of another folder is one."""
+    own = folder(module)
+    return module if any(name.startswith(f"{own}.") for name in ALLOWED) else own
+
+
+def test_no_folder_imports_itself_by_way_of_others() -> None:
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for module, path in MODULES.items():
+        if path.name != "__init__.py":
+            arrows[layer(module)] |= {layer(name) for name in imported(path)} - {layer(module)}
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        raise AssertionError(f"folders import each other: {error.args[1]}") from None
 
 
 def test_no_test_module_imports_another() -> None:

@@ -62,7 +62,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     | choice | a JSON list of strings |
     | ebnf | a grammar in GBNF or in Lark |
     | structural_tag | JSON: a structural tag as xgrammar has it |
-    | tool_calls | JSON as `worker.structured_output.tool_calls.ToolCalls` has it |
+    | tool_calls | JSON as `worker.structured_output.tool_calls.tool_calls.ToolCalls` has it |
 
     `after`: free text comes first, up to this marker and with it, such as `</think>`. Then the grammar applies.
     `begin`: the marker that begins this text, such as `<think>`. The output may leave both out. None: the prompt has
@@ -250,8 +250,8 @@ class ClientUsage(msgspec.Struct, frozen=True, array_like=True):
 
 class UsageReport(msgspec.Struct, tag=True, omit_defaults=True):
     """News about clients with limits, for all other routers: the replica passes the message on to those that have
-    subscribed. `router`: a unique name of the sender. `clients`: by `router.key_file.ApiClient.tenant`; `aborts`,
-    likewise: names of requests that their clients want to end, empty for all of them."""
+    subscribed. `router`: a unique name of the sender. `clients`: by the tenant of `router.access.key_file.ApiClient`;
+    `aborts`, likewise: names of requests that their clients want to end, empty for all of them."""
 
     router: str
     clients: dict[str, ClientUsage]

@@ -18,7 +18,7 @@ from bench.fleet.simulation import CALL, DELIVERY, HOP_S, FleetSimulation
 from bench.fleet.workloads import TURN, FleetRequest, at_rate, token_ids, zipf
 from bench.load.workload import TokenSpan
 from bench.results import Figure
-from router.resume_pace import ResumePace
+from router.fleet.resume_pace import ResumePace
 from worker.messages import CacheEvents, ReplicaLoad
 
 DEAD = 0  # the replica that dies

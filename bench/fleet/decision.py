@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 from radix.events import NodeEvent, Stored
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from worker.messages import CacheEvents, ReplicaLoad
 
 PAGE_SIZE = 16

@@ -7,8 +7,8 @@ import numpy as np
 
 from bench.fleet.simulation import Placed
 from bench.fleet.workloads import FleetRequest
-from router.fleet import Fleet
-from router.known_replica import PeerBooking
+from router.fleet.fleet import Fleet
+from router.fleet.known_replica import PeerBooking
 from worker.messages import CacheEvents, ReplicaLoad
 
 

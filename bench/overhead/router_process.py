@@ -16,8 +16,8 @@ from cluster.config import load
 from cluster.in_process import OneReplicaPlacer
 from cluster.service import open_models, open_service
 from router.api import create_app
-from router.listener import Listener
-from router.metrics import Metrics
+from router.http.listener import Listener
+from router.metrics.metrics import Metrics
 
 HOST = "127.0.0.1"
 

@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from worker.structured_output.forks import in_fork
-from worker.structured_output.lazy_matcher import LazyVocabulary
+from worker.structured_output.compiling.forks import in_fork
+from worker.structured_output.matching.lazy_matcher import LazyVocabulary
 from worker.structured_output.tokens import GrammarVocabulary
 
 _CPU_S, _BYTES = 10.0, 1 << 30

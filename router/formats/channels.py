@@ -3,7 +3,7 @@
 import re
 from functools import lru_cache
 
-from router.deltas import TextDelta, ThinkingDelta
+from router.chat.deltas import TextDelta, ThinkingDelta
 from router.formats.format import Channels
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading

@@ -20,8 +20,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from router.conversation import Tool
-from router.deltas import Delta, TextDelta, ThinkingDelta
+from router.chat.conversation import Tool
+from router.chat.deltas import Delta, TextDelta, ThinkingDelta
 from router.formats.calls import read_call
 from router.formats.channels import read_channels
 from router.formats.format import CallSyntax, JsonCall, OutputFormat, ThinkingFormat, ToolsFormat

@@ -5,7 +5,7 @@ import re
 from functools import partial
 from json.encoder import encode_basestring
 
-from router.deltas import CallArguments
+from router.chat.deltas import CallArguments
 from router.formats.format import QuotedCall
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from json.encoder import encode_basestring
 
-from router.conversation import Tool
-from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta
+from router.chat.conversation import Tool
+from router.chat.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta
 from router.formats.format import Markers, OutputFormat
 from router.formats.source import Reading, Source
 from router.formats.typed_values import as_object, is_text, unwrapped, wrappers

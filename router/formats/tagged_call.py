@@ -7,7 +7,7 @@ from functools import partial
 from json.encoder import encode_basestring
 from typing import Any
 
-from router.deltas import CallArguments
+from router.chat.deltas import CallArguments
 from router.formats.format import TaggedCall
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Response
 
 from router import openapi
 from router.models import Models
-from router.page.state import ServerState, server_state
+from router.page.state import server_state
+from router.wire.server_state import ServerState
 
 PAGE = Path(__file__).with_name("page.html")
 

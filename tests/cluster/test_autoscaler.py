@@ -8,7 +8,7 @@ import pytest
 from cluster import autoscaler as autoscaler_module
 from cluster.autoscaler import Autoscaler, Teller
 from cluster.scaling import Scaling, Wanted
-from router.demand import Demand
+from router.fleet.demand import Demand
 
 pytestmark = pytest.mark.anyio
 SCALING = Scaling(min_replicas=0, max_replicas=4, target_wait_s=2.0, downscale_delay_s=3.0)

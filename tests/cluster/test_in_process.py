@@ -7,10 +7,10 @@ import pytest
 
 from cluster.config import Config, ConfigError
 from cluster.in_process import MAX_WAITING, SETTINGS, OneReplicaPlacer, configured
-from router.errors import NoReplica
-from router.fleet import Fleet
-from router.metrics import Metrics
-from router.replicas import Replicas
+from router.fleet.fleet import Fleet
+from router.metrics.metrics import Metrics
+from router.replicas.replicas import Replicas
+from router.wire.errors import NoReplica
 from tests.plane import SECRET
 from worker.messages import ReplicaLoad
 

@@ -19,7 +19,7 @@ import pytest
 from cluster import local
 from cluster.config import Config, DeploymentConfig, load
 from cluster.log_lines import LineFormatter, LogFormat
-from router.listener import bind
+from router.http.listener import bind
 from worker.executor import kv_cache
 
 

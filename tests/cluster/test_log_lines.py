@@ -11,8 +11,8 @@ import pytest
 
 from cluster import log_lines
 from cluster.log_lines import FIELDS, LineFormatter, LogFormat
-from router import request_id
-from router.request_log import RequestLog, serving
+from router.metrics.request_log import RequestLog, serving
+from router.wire import request_id
 
 AT_S = 1_764_085_627.1239
 

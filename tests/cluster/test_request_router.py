@@ -11,8 +11,8 @@ from ray.serve.request_router import PendingRequest
 
 from cluster import request_router
 from cluster.request_router import Ask, PlacementRouter, ServePlacer, listen
-from router.errors import NoReplica
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
+from router.wire.errors import NoReplica
 
 pytestmark = pytest.mark.anyio
 DEPLOYMENT = DeploymentID("Replica", "shoal")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.config import Config, ConfigError, load
 from cluster.scaling import AT_ONCE, MOST_BUSY, Scaling, Trend, wanted
-from router.demand import Demand
+from router.fleet.demand import Demand
 
 SCALING = Scaling(min_replicas=0, max_replicas=8, target_wait_s=2.0, downscale_delay_s=60.0)
 

@@ -11,12 +11,12 @@ SCHEDULER: Tests = ("tests/worker/scheduler",)
 TREE: Tests = ("tests/radix",)
 SAMPLER: Tests = ("tests/worker/sampling",)
 PLACEMENT: Tests = (
-    "tests/router/test_placement.py",
-    "tests/router/test_popularity.py",
-    "tests/router/test_optimistic_prefixes.py",
-    "tests/router/test_known_replica.py",
-    "tests/router/test_fleet.py",
-    "tests/router/test_peers.py",
+    "tests/router/fleet/test_placement.py",
+    "tests/router/fleet/test_popularity.py",
+    "tests/router/fleet/test_optimistic_prefixes.py",
+    "tests/router/fleet/test_known_replica.py",
+    "tests/router/fleet/test_fleet.py",
+    "tests/router/replicas/test_peers.py",
 )
 LEXER: Tests = ("tests/router/formats",)
 MESSAGES: Tests = (
@@ -255,56 +255,56 @@ FAULTS = [
     # ------------------------------------------------------------ placement
     Fault(
         "attention-within-a-prompt-costs-double",
-        "router/placement.py",
+        "router/fleet/placement.py",
         '(c["token_s"] + c["product_s"] * (cached + missing / 2))',
         '(c["token_s"] + c["product_s"] * (cached + missing))',
         PLACEMENT,
     ),
     Fault(
         "overloaded-replica-has-negative-costs",
-        "router/placement.py",
+        "router/fleet/placement.py",
         'busy = np.minimum(MOST_BUSY, c["tokens_s"] * c["token_s"] / share)\n',
         'busy = c["tokens_s"] * c["token_s"] / share\n',
         PLACEMENT,
     ),
     Fault(
         "home-has-the-branch-without-a-checkpoint",
-        "router/fleet.py",
+        "router/fleet/fleet.py",
         "goes_on_anywhere &= not index.has_checkpoints\n",
         "goes_on_anywhere |= not index.has_checkpoints\n",
         PLACEMENT,
     ),
     Fault(
         "first-token-leaves-the-table-stale",
-        "router/fleet.py",
+        "router/fleet/fleet.py",
         "booked.has_first_token = True\n                self._stale.add(booked.booking.replica_id)\n",
         "booked.has_first_token = True\n",
         PLACEMENT,
     ),
     Fault(
         "peers-newest-booking-counts-twice",
-        "router/fleet.py",
+        "router/fleet/fleet.py",
         "peer.number > replica.load.peers_seen.get(peer.router, 0)",
         "peer.number >= replica.load.peers_seen.get(peer.router, 0)",
         PLACEMENT,
     ),
     Fault(
         "pace-of-tokens-does-not-fade",
-        "router/fleet.py",
+        "router/fleet/fleet.py",
         '        candidates["tokens_s"] *= left\n',
         "",
         PLACEMENT,
     ),
     Fault(
         "copy-that-ends-at-a-mark-is-no-copy",
-        "router/popularity.py",
+        "router/fleet/popularity.py",
         "np.searchsorted(np.sort(cached), lengths[1:])",
         'np.searchsorted(np.sort(cached), lengths[1:], side="right")',
         PLACEMENT,
     ),
     Fault(
         "forgotten-replica-keeps-its-prefixes",
-        "router/optimistic_prefixes.py",
+        "router/fleet/optimistic_prefixes.py",
         "            if entry[1] == slot:\n                self._drop(slot, entry[2])\n            else:\n",
         "            if entry[1] != slot:\n",
         PLACEMENT,

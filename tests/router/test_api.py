@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
-from router.chat_template import ChatTemplate
+from router.chat.chat_template import ChatTemplate
 from router.config import RouterConfig
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output
 
 HELLO = [{"role": "user", "content": "Hello"}]

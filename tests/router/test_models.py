@@ -7,13 +7,13 @@ import httpx
 import pytest
 import tokenizers
 
-from router.chat_template import ChatTemplate
+from router.chat.chat_template import ChatTemplate
 from router.config import RouterConfig
-from router.defaults import SamplingDefaults
-from router.errors import ApiError
-from router.metrics import Metrics
+from router.metrics.metrics import Metrics
 from router.models import Models
-from router.tokenizer import Tokenizer
+from router.prepare.defaults import SamplingDefaults
+from router.text.tokenizer import Tokenizer
+from router.wire.errors import ApiError
 from worker.messages import Generate, Output
 
 Make = Callable[..., Any]

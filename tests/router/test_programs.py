@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from router import service
 from router.config import RouterConfig
-from router.output_text import OutputText
 from router.programs import MAX_HEAD_START_S, BranchCall, BranchText, BranchUnknown, Home, Programs, Turn, kept_tokens
-from router.tokenizer import Tokenizer
+from router.text.output_text import OutputText
+from router.text.tokenizer import Tokenizer
 from worker.messages import Failure, Lease, Output, Release
 
 TEXT = st.text("hel loé🦊\n<|im_start>", max_size=12)

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from worker.messages import Generate, SchemaCheck
 
 NAMED = ["contains at #/tags"]

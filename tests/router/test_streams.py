@@ -14,12 +14,12 @@ import httpx
 import openai
 import pytest
 
-from router import replica_connection as connections
 from router import service
 from router.config import RouterConfig
-from router.shutdown import Shutdown
-from router.sse import Emit, EventStream
-from router.tokenizer import Tokenizer
+from router.replicas import connection as connections
+from router.streaming.shutdown import Shutdown
+from router.streaming.sse import Emit, EventStream
+from router.text.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, Outputs, SamplingParams
 
 REPLY = "The quick brown fox — naïve café 🦊👩‍👩‍👧 jumps over 12 lazy dogs."

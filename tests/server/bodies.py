@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.protocols.messages_types import CountTokensRequest, MessagesRequest
-from router.protocols.responses_types import ResponsesRequest
-from router.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, RerankRequest, ScoreRequest
+from router.wire.messages_types import CountTokensRequest, MessagesRequest
+from router.wire.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, RerankRequest, ScoreRequest
+from router.wire.responses_types import ResponsesRequest
 
 MODEL = "tiny-llama"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

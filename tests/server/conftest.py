@@ -18,17 +18,17 @@ import torch
 import uvicorn
 
 import worker.engine.server
-from router import connection
 from router.api import create_app
 from router.config import RouterConfig
-from router.connection import protocol
-from router.defaults import SamplingDefaults
-from router.fleet import Fleet
-from router.metrics import Metrics
+from router.fleet.fleet import Fleet
+from router.http import connection
+from router.http.connection import protocol
+from router.metrics.metrics import Metrics
 from router.models import Models
-from router.replicas import Replicas
+from router.prepare.defaults import SamplingDefaults
+from router.replicas.replicas import Replicas
 from router.service import Service
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.placer import DirectPlacer
 from tests.plane import SECRET
 from tests.quick_http import local_socket

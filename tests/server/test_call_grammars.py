@@ -16,23 +16,23 @@ import pytest
 import xgrammar
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from router.conversation import Tool
-from router.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta, joined
+from router.chat.conversation import Tool
+from router.chat.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta, joined
 from router.formats.families import HARMONY, TOOLS, named
 from router.formats.lexer import Lexer
 from tests.conftest import NIGHTLY
 from tests.server.tool_schemas import Spelling, made_tools, problem_of
-from worker.structured_output.call_formats import MARKERS
-from worker.structured_output.compilation import after, kept_apart
-from worker.structured_output.ebnf import START, to_text
-from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, needs_llguidance
+from worker.structured_output.compiling.compilation import after, kept_apart
+from worker.structured_output.conversion.text_rules import text_rules
 from worker.structured_output.error import GrammarError
-from worker.structured_output.lark import to_lark
-from worker.structured_output.lazy_grammar import LazyGrammar
-from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
-from worker.structured_output.text_rules import text_rules
+from worker.structured_output.matching.engines import LLGUIDANCE, XGRAMMAR, needs_llguidance
+from worker.structured_output.matching.lazy_grammar import LazyGrammar
+from worker.structured_output.matching.lazy_matcher import LazyMatcher, LazyVocabulary
+from worker.structured_output.rules.ebnf import START, to_text
+from worker.structured_output.rules.lark import to_lark
 from worker.structured_output.tokens import GrammarVocabulary
-from worker.structured_output.tool_calls import tool_call_rules
+from worker.structured_output.tool_calls.call_formats import MARKERS
+from worker.structured_output.tool_calls.tool_calls import tool_call_rules
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from router.pooling import Pooling
+from router.prepare.pooling import Pooling
 
 from .conftest import CONTEXT, MODEL, WAIT_S, Whole
 
@@ -129,7 +129,7 @@ def test_scores_by_embeddings(whole: Whole, http: httpx.Client, reference: Any) 
 
 def test_a_reranker(whole: Whole, http: httpx.Client, reference: Any, monkeypatch) -> None:
     monkeypatch.setattr(whole.service, "pooling", Pooling(is_reranker=True))
-    monkeypatch.setattr("router.scoring.BEFORE", "<|start|>Yes or no?\n")  # every byte is a token
+    monkeypatch.setattr("router.endpoints.embeddings.scoring.BEFORE", "<|start|>Yes or no?\n")  # every byte is a token
     encode = whole.service.tokenizer.encode
     texts = TEXTS[1:]
 

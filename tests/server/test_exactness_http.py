@@ -22,7 +22,7 @@ import pytest
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.conftest import NAME, NEW_TOKENS, Reference
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

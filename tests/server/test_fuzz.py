@@ -38,7 +38,10 @@ AT_ONCE = 12
 SOAKED = 16 * DAMAGED // 100
 LEFT = SOAKED // 4  # objects of a class
 # But for caches, and for what a timer holds until its time has come, though it was cancelled.
-CHECKED = {name for name in sys.modules if name.startswith("router.")} - {"router.unknown_fields", "router.request_log"}
+CHECKED = {name for name in sys.modules if name.startswith("router.")} - {
+    "router.wire.unknown_fields",
+    "router.metrics.request_log",
+}
 REFUSED = {400, 403, 404, 405, 409, 413, 415}
 ALONE = {"model": MODEL, "prompt": "The same for ever", "max_tokens": 12, "temperature": 0, "logprobs": 3}
 

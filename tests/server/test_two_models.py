@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 from .conftest import WAIT_S, serving
 

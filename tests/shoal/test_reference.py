@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, Field, SecretStr
 
 from cluster.config import DEFAULTS, UPSTREAM_FIELDS, Config
-from router.metrics import Metrics
+from router.metrics.metrics import Metrics
 from shoal import reference
 from shoal.reference import Unexplained
 

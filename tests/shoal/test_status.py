@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from router.metrics import Metrics
+from router.metrics.metrics import Metrics
 from shoal import status
 from shoal.client import ServerError
 from shoal.status import DrafterStatus, ModelStatus, ReplicaStatus, Status, render, replicas, total

@@ -20,7 +20,7 @@ from worker.messages import Failure, Grammar
 from worker.progress import NewestSteps
 from worker.scheduler.kv_demand import KVClaim, peak_pages
 from worker.step import PENDING, Chunk, Plan, SampledTokens, StepTime
-from worker.structured_output.answer_verdict import AnswerToCheck
+from worker.structured_output.compiling.answer_verdict import AnswerToCheck
 
 MASK = (1 << 62) - 1
 

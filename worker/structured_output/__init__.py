@@ -11,12 +11,12 @@ Read `compiler.py` first, then `state.py` and `batch.py`.
 """
 
 from worker.structured_output.answer_checks import AnswerChecks
-from worker.structured_output.batch import accept_tokens, fill_masks, fill_masks_after
-from worker.structured_output.compiler import GrammarCompiler
+from worker.structured_output.compiling.compiler import GrammarCompiler
 from worker.structured_output.error import CompilerUnavailable, GrammarError
 from worker.structured_output.grammar_queue import GrammarQueue
-from worker.structured_output.grammar_threads import GrammarThreads
-from worker.structured_output.state import CompiledGrammar, GrammarState, apply_bitmask, new_bitmask
+from worker.structured_output.matching.batch import accept_tokens, fill_masks, fill_masks_after
+from worker.structured_output.matching.grammar_threads import GrammarThreads
+from worker.structured_output.matching.state import CompiledGrammar, GrammarState, apply_bitmask, new_bitmask
 
 __all__ = [
     "AnswerChecks",

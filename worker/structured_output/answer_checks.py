@@ -10,9 +10,9 @@ import msgspec
 
 from worker.errors import one_line
 from worker.messages import Generate, Grammar, Output, SchemaCheck
-from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
-from worker.structured_output.compiler import GrammarCompiler
-from worker.structured_output.state import CompiledGrammar
+from worker.structured_output.compiling.answer_verdict import AnswerToCheck, AnswerVerdict
+from worker.structured_output.compiling.compiler import GrammarCompiler
+from worker.structured_output.matching.state import CompiledGrammar
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 from worker.errors import one_line
 from worker.messages import Failure, Grammar
-from worker.structured_output.compiler import GrammarCompiler
+from worker.structured_output.compiling.compiler import GrammarCompiler
 from worker.structured_output.error import CompilerUnavailable, GrammarError
-from worker.structured_output.state import CompiledGrammar, param_of
+from worker.structured_output.matching.state import CompiledGrammar, param_of
 
 log = logging.getLogger(__name__)
 

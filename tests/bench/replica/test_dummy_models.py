@@ -7,7 +7,7 @@ import pytest
 
 from bench.replica import dummy_models
 from bench.replica.offline_workloads import HIGHEST_ID
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from worker.models.config import decoder_config, read_config
 from worker.models.parameters import parameter_shapes
 from worker.structured_output.tokens import GrammarVocabulary

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from router.conversation import Tool
-from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
+from router.chat.conversation import Tool
+from router.chat.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
 from router.formats.families import HARMONY, TOOLS, named
 from router.formats.format import JsonCall, NamedCall, OutputFormat, PythonicCall, QuotedCall, TaggedCall, ToolsFormat
 from router.formats.lexer import Lexer

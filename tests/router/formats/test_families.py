@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from router.chat.conversation import Tool
+from router.chat.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta, joined
 from router.config import RouterConfig
-from router.conversation import Tool
-from router.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta, joined
 from router.formats.families import (
     HARMONY,
     PARSERS,

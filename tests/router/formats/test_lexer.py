@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from router.conversation import Tool
-from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
+from router.chat.conversation import Tool
+from router.chat.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
 from router.formats.families import HARMONY, TOOLS, named
 from router.formats.format import OutputFormat
 from router.formats.lexer import Lexer

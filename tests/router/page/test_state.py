@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from router.config import RouterConfig
-from router.metrics import Metrics
+from router.metrics.metrics import Metrics
 from router.models import Models
 from router.page.routes import PAGE, security_policy
 from router.page.state import server_state

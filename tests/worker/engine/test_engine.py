@@ -13,7 +13,7 @@ from worker.config import WorkerConfig
 from worker.engine.engine import Engine
 from worker.messages import Failure, Generate, Grammar, Output, SamplingParams, SchemaCheck
 from worker.structured_output import CompiledGrammar, CompilerUnavailable, GrammarError
-from worker.structured_output.answer_verdict import AnswerVerdict
+from worker.structured_output.compiling.answer_verdict import AnswerVerdict
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0)
 GRAMMAR = SamplingParams(max_tokens=5, temperature=0, grammar=Grammar("regex", "a+"))

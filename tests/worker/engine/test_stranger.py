@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import psutil
 import zmq
 
-from router.fleet import Fleet
-from router.metrics import Metrics
-from router.replicas import Replicas
+from router.fleet.fleet import Fleet
+from router.metrics.metrics import Metrics
+from router.replicas.replicas import Replicas
 from tests import strangers
 from tests.plane import SECRET
 from tests.worker.conftest import without_grammars

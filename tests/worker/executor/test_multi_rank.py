@@ -175,10 +175,10 @@ class Pair:
         self.follower: Follower | None = None
 
     def start(self) -> MultiRankExecutor:
-        store, meeting = open_store()
+        self.store, meeting = open_store()  # it outlives a leader that cannot load: the follower reads why
         mine, its = self._arguments
         self.ended = self.threads.submit(self._follow, its, meeting)
-        self.leader = MultiRankExecutor(mine, settings(tp=2), store)
+        self.leader = MultiRankExecutor(mine, settings(tp=2), self.store)
         return self.leader
 
     def _follow(self, folder: Path, meeting: Meeting) -> None:

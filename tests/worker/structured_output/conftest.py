@@ -12,8 +12,8 @@ import xgrammar
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from worker.structured_output import GrammarCompiler
-from worker.structured_output.engines import CompiledText
-from worker.structured_output.process import CompilerProcess
+from worker.structured_output.compiling.process import CompilerProcess
+from worker.structured_output.matching.engines import CompiledText
 
 _EOS = 256
 

@@ -7,8 +7,8 @@ import pytest
 from tests.worker.fakes import FakeGrammars
 from worker.messages import Generate, Grammar, Output, SamplingParams, SchemaCheck
 from worker.structured_output import AnswerChecks, GrammarError
-from worker.structured_output.answer_verdict import AnswerVerdict
-from worker.structured_output.state import CompiledGrammar
+from worker.structured_output.compiling.answer_verdict import AnswerVerdict
+from worker.structured_output.matching.state import CompiledGrammar
 
 LOOSE = Grammar("json_schema", "{}", strict=False)
 NAMED = ["contains at #", "format at #/a"]

@@ -1,0 +1,195 @@
+"""A router's own HTTP server, on a port that all routers of a machine share."""
+
+import asyncio
+import contextlib
+import ctypes
+import socket
+import ssl
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from router.config import RouterConfig
+from router.http.certificate import Certificate
+from router.http.connection import protocol
+
+BACKLOG = 2048  # connections that may wait to be accepted, as far as the kernel allows
+# TCP keep-alive, for clients whose machine has vanished: seconds of silence before the kernel probes, seconds between
+# probes, and how many go unanswered before it gives the connection up. In all two minutes.
+VANISHED = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+# A closing listener still takes the connections whose handshake has begun, for this many seconds: a round trip.
+HANDSHAKE_S = 0.25
+SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>
+# A filter (classic BPF) over TCP segments that drops those that open a connection: SYN without ACK among the flags.
+_NO_SYN = b"".join(
+    struct.pack("HBBI", *instruction)
+    for instruction in [
+        (0x30, 0, 0, 13),  # load the byte of the flags
+        (0x54, 0, 0, 0x12),  # of these SYN and ACK
+        (0x15, 0, 1, 0x02),  # SYN alone?
+        (0x06, 0, 0, 0),  # drop
+        (0x06, 0, 0, 0xFFFFFFFF),  # keep
+    ]
+)
+
+
+class Listener:
+    """An HTTP server for `app` on `host`:`port`. Several processes may listen there: the kernel gives each new
+    connection to one of them, and to the others once one has died. The caller runs the application's lifespan."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int, limits: RouterConfig) -> None:
+        """Binds the socket; `address` is where it is bound. Raises OSError for an address that is not this machine's,
+        or that another program has, and for a certificate that cannot be used. `limits`: those of connections, and the
+        certificate."""
+        self._certificate = certificate_of(limits)
+        self._socket = bind(host, port)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        config = uvicorn.Config(
+            app,
+            http=protocol(limits),  # type: ignore[arg-type]  # any factory of protocols works
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            ssl_context_factory=self._context if self._certificate is not None else None,
+        )
+        self._server = _Server(config, limits.header_timeout_s)
+        self._task: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    async def start(self) -> None:
+        """Returns once the server accepts connections. Raises OSError if it cannot."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        up = asyncio.create_task(self._server.up.wait())
+        await asyncio.wait((self._task, up), return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        if self._task.done():
+            self._socket.close()
+            self._task.result()
+        if self._certificate is not None:
+            self._following = asyncio.create_task(self._certificate.follow())
+
+    async def close(self) -> None:
+        """Stops accepting connections; each that was accepted, by the kernel too, gets an answer. Returns when all
+        requests in flight have ended."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+        if self._following is not None:
+            self._following.cancel()
+        self._socket.close()
+
+    def _context(self, *_: object) -> ssl.SSLContext:
+        assert self._certificate is not None
+        return self._certificate.context
+
+
+def certificate_of(limits: RouterConfig) -> Certificate | None:
+    """The certificate that a configuration names, if it does. Raises OSError for one that cannot be used."""
+    if limits.ssl_certfile is None or limits.ssl_keyfile is None:
+        return None
+    return Certificate(limits.ssl_certfile, limits.ssl_keyfile)
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server. `up` is set once it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, handshake_s: float) -> None:
+        """`handshake_s`: what a client's TLS handshake may take."""
+        super().__init__(config)
+        self._handshake_s = handshake_s
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
+        """Listens on the sockets. As uvicorn's own, which bounds no handshake."""
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(self._connection, sock=each, backlog=self.config.backlog, **self._tls())
+            for each in sockets or ()
+        ]
+        self.started = True
+        self.up.set()
+
+    def _tls(self) -> dict[str, Any]:
+        context = self.config.ssl
+        return {} if context is None else {"ssl": context, "ssl_handshake_timeout": self._handshake_s}
+
+    async def shutdown(self, sockets: Sequence[socket.socket] | None = None) -> None:
+        """Closes the listening sockets so that no connection is reset, then ends as uvicorn does."""
+        open_sockets = list(sockets or ())
+        for each in open_sockets:
+            refuse_handshakes(each)
+        await asyncio.sleep(HANDSHAKE_S)
+        loop = asyncio.get_running_loop()
+        for each in open_sockets:
+            loop.remove_reader(each)
+        await asyncio.sleep(0)  # a closed server loses what the event loop took in its last turn
+        # What uvicorn's servers have not taken when they close would be reset, so the sockets stay open for a moment.
+        waiting = [each.dup() for each in open_sockets]
+        for server in self.servers:
+            server.close()
+        clients = [client for each in waiting for client in _accepted(each)]
+        for each in waiting:
+            each.close()
+        # The first of them may be answered before uvicorn has closed the last.
+        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+        for client in clients:
+            await loop.connect_accepted_socket(self._connection, client, **self._tls())
+        await super().shutdown(open_sockets)
+
+    def _connection(self) -> asyncio.Protocol:
+        """A connection as uvicorn makes them."""
+        make: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return made
+
+
+def refuse_handshakes(listening: socket.socket) -> None:
+    """Makes the kernel drop what opens further connections to a listening socket. Their clients try again after a
+    second; by then, other sockets have the port to themselves. Where the kernel has no such filters, does nothing."""
+    program = ctypes.create_string_buffer(_NO_SYN)
+    with contextlib.suppress(OSError):
+        described = struct.pack("@HP", len(_NO_SYN) // 8, ctypes.addressof(program))
+        listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, described)
+
+
+def _accepted(listening: socket.socket) -> list[socket.socket]:
+    """The connections that wait to be accepted."""
+    listening.setblocking(False)
+    found = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            found.append(listening.accept()[0])
+    for client in found:
+        client.setblocking(False)
+    return found
+
+
+def bind(host: str, port: int, shared: bool = True, listens: bool = True) -> socket.socket:
+    """A TCP socket bound to the address, not listening yet. Raises OSError. `shared`: the same user's other sockets may
+    be bound to this address too, if they are also shared. `listens`: whether it will; one that will not keeps sockets
+    from the address that are not shared."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(listens))
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # like VANISHED, also for accepted connections
+    for option, value in VANISHED.items():
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    if shared:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
