@@ -23,10 +23,6 @@ class Budget:
         self._prompt_tokens_left = prompt_tokens
         self._decodes = decodes
 
-    def limit_prompts(self, tokens: int) -> None:
-        """Limits the tokens in chunks longer than one further."""
-        self._prompt_tokens_left = min(self._prompt_tokens_left, tokens)
-
     def take_decodes(self, contexts: np.ndarray) -> int:
         """Adds decodes, one token each, for as many of the sequences as the limits allow, from the first on. `contexts`
         [n]: tokens before each. Returns the number added."""

@@ -247,8 +247,6 @@ class FleetReplica:
         assert budget is not None
         budget.shape = BatchShape.decoding(decodes, self._context + decodes)
         budget.tokens_left -= decodes
-        if (most := self._shares.most_prompt_tokens) is not None:
-            budget.limit_prompts(most)
         is_open = self._plans >= self._blocked_until
         for seq in self._in_turn(waiting, now_s):
             if budget.tokens_left <= 0:
@@ -295,7 +293,11 @@ class FleetReplica:
         )
 
     def _add_chunk(self, seq: SimulatedSequence, budget: Budget) -> None:
-        chunk = budget.chunk(seq.computed, seq.missing, seq.missing)
+        room = seq.missing
+        most = self._shares.most_prompt_tokens
+        if most is not None and not self._shares.is_quiet(seq.share.tenant):
+            room = min(room, most - (budget.shape.tokens - len(self._decoding)))
+        chunk = budget.chunk(seq.computed, seq.missing, room)
         if chunk <= 0:
             return
         assert seq.node is not None

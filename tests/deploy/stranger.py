@@ -39,7 +39,9 @@ PORT, KEY = 8000, "sk-its-own"
 OPEN = {"/", "/health", "/ping", "/ready", "/health_generate", "/version"}
 FRAMES = [
     encode(Subscribe("stranger", "tcp://127.0.0.1:9", PROTOCOL)),
-    encode(Generate(request_id="theirs", prompt_ids=[5, 6, 7], sampling=SamplingParams(max_tokens=3), priority=1 << 30)),
+    encode(
+        Generate(request_id="theirs", prompt_ids=[5, 6, 7], sampling=SamplingParams(max_tokens=3), priority=1 << 30)
+    ),
     encode(UsageReport("stranger", {}, {"client": []})),
     encode(AdapterChange([Adapter("evil", "/")])),
     b"junk",

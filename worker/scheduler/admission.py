@@ -478,7 +478,7 @@ class Admission:
         return 1 + prompt + max(1, seq.expected_tokens - seq.num_tokens)
 
     def _occupancy(self) -> Occupancy:
-        """What the running sequences hold now."""
+        """The holdings and demands of the running sequences now."""
         return Occupancy(self._running, self._table, self._kv_cache, self._shares)
 
     # ------------------------------------------------------------ pages

@@ -10,16 +10,16 @@ The counters form a tree: tenants first, by weight, then the users of a tenant, 
   (as in Cao et al. 2025, "Locality-aware Fair Scheduling in LLM Serving", arXiv 2501.14312). Output tokens are charged
   as they are made, each as much as `OUTPUT_TOKENS` of a prompt.
 - A tenant that comes back is lifted to the least counter of those that wait, less a credit (`CREDIT_S`): of the service
-  that it did not ask for, only this much is saved up. A tenant that asks for less than its share so goes first for a while when it
-  sends several requests at once. The same holds for service that a waiting tenant could not take: no
+  that it did not ask for, only this much is saved up. A tenant that asks for less than its share so goes first for a
+  while when it sends several requests at once. The same holds for service that a waiting tenant could not take: no
   tenant falls further behind one that starts.
 - Users save nothing up, since a tenant may name as many as it likes: a name that comes, new or known, begins at the
   least counter of the tenant's users that wait.
 - A counter that is forgotten does not come back lower (`_Sharers`), and a tenant's names push out no other tenant's.
 - Outputs are charged late, and those of long sequences very late: a client could take all slots before it has been
   charged for them. So the tokens that running sequences are expected to make count as served in the order (`expect`).
-- A tenant that was served far less than its share lately is quiet, and goes before those that are not: what it asks for
-  delays nobody much, so it need not wait until a credit of others is used up.
+- A tenant that was served far less than its share lately is quiet, and goes before those that are not. It asks for so
+  little that the others hardly wait for it, and so it does not wait until their credit is used up.
 - A tenant that is quiet, or stays far behind the others even after its requests, has the step for itself: no prompts of
   others lengthen the step that brings its first token.
 - Which of a client's own requests goes first is not decided here, nor between priorities.
@@ -261,7 +261,7 @@ class FairShare:
 
     @property
     def _quiet_tokens(self) -> float:
-        """What a quiet tenant was served lately at most, for a weight of 1."""
+        """The most service of a quiet tenant lately, for a weight of 1."""
         return QUIET * float(self._counters.lately.sum()) / self._weight
 
     def counter(self, member: Member) -> float:

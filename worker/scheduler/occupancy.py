@@ -1,4 +1,4 @@
-"""What the running sequences hold of a replica, and what they are to take."""
+"""Slots and pages that the running sequences hold of a replica, and are to take."""
 
 from functools import cached_property
 

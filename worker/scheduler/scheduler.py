@@ -440,9 +440,8 @@ class Scheduler:
         fits."""
         if budget is None:
             return None
-        if self._num_stages == 1 and (most := self._shares.most_prompt_tokens) is not None:
-            budget.limit_prompts(most)
-        self._builder = StepBuilder(budget, self.kv_cache, self._table)
+        shares = self._shares if self._num_stages == 1 else None
+        self._builder = StepBuilder(budget, self.kv_cache, self._table, shares)
         self._waiting.begin(self._builder, self._step)
         self._preemption.begin(self._builder, running.is_ending)
         for seq in self._sequences_at(running.rows, running.in_prompt):
