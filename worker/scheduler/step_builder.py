@@ -251,10 +251,9 @@ class StepBuilder:
         return seq.token_ids(0, self._page_size).tobytes()
 
     def _chunk(self, seq: Sequence, start: int, missing: int) -> int:
-        room = missing
-        if self._most_prompt_tokens is not None and self._shares is not None and missing > 1:
-            if not self._shares.is_quiet(seq.share.tenant):
-                room = min(missing, self._most_prompt_tokens - (self.budget.shape.tokens - len(self._decodes)))
+        room, most, shares = missing, self._most_prompt_tokens, self._shares
+        if most is not None and shares is not None and missing > 1 and not shares.is_quiet(seq.share.tenant):
+            room = min(missing, most - (self.budget.shape.tokens - len(self._decodes)))
         return self.budget.chunk(start, missing, room)
 
     def _token_ids(self, sequences: list[Sequence]) -> list[np.ndarray]:
