@@ -20,8 +20,8 @@ The counters form a tree: tenants first, by weight, then the users of a tenant, 
   charged for them. So the tokens that running sequences are expected to make count as served in the order (`expect`).
 - A tenant that was served far less than its share lately is quiet, and goes before those that are not. It asks for so
   little that the others hardly wait for it, and so it does not wait until their credit is used up.
-- A tenant that is quiet, or stays far behind the others even after its requests, has the step for itself: no prompts of
-  others lengthen the step that brings its first token.
+- A tenant that stays far behind the others even after its requests has the step for itself: no prompts of others
+  lengthen the step that brings its first token.
 - Which of a client's own requests goes first is not decided here, nor between priorities.
 
 Each replica is fair by itself, over the requests of all routers. So the counters are exact without any exchange, and a
@@ -423,7 +423,7 @@ class FairShare:
         """The members of all `queues`, one for each client, in the order in which they should be served: by `rank`,
         ascending, then those of quiet tenants, then by the counters of the tenants, then by those of their users, as if
         each were charged its `tokens_of` in its turn. Members of a queue keep their order, and their ranks must ascend.
-        Ends early after the last member of a tenant that is quiet or far behind if the caller has served that member
+        Ends early after the last member of a tenant that is far behind if the caller has served that member
         (`is_served`)."""
         of_tenant: dict[Tenant, list[tuple[tuple[int, ...], float, int, int, T, Iterator[T]]]] = {}
         for number, (share, queue) in enumerate(queues):
@@ -449,7 +449,7 @@ class FairShare:
         heapify(turns)
         far_behind = min(FAR_BEHIND, FAR_BEHIND_S * self._speed.tokens_s)
         while turns:
-            _, loud, counter, sequences, place, tenant, heads = turns[0]
+            _, _, counter, sequences, place, tenant, heads = turns[0]
             _, own, num_own, number, member, queue = heappop(heads)
             yield member
             tokens = tokens_of(member)
@@ -466,7 +466,7 @@ class FairShare:
             if turns and is_served(member):
                 # Of what was promised, this does not count: it takes no part of this step.
                 ahead = turns[0][2] - self._to_come(turns[0][5]) - (counter - self._to_come(tenant))
-                if ahead > far_behind or (turns[0][1] and not loud):
+                if ahead > far_behind:
                     return
 
     def _to_come(self, member: Member) -> float:
