@@ -54,6 +54,7 @@ FAR_BEHIND_S, FAR_BEHIND = 0.25, 4096.0
 # many seconds. Tuned in virtual time at 17,000 and at 480 tokens of service a second (`tests/worker/scheduler/
 # test_bystander.py`).
 QUIET, LATELY_S = 0.5, 1.5
+SHORT = 1024.0  # tokens of service of a request that goes first, at most: long ones take their turns by the counters
 # So long after a quiet tenant's last start, steps take no longer than `STEP_S` for prompts: the next request of such a
 # client waits for the rest of a step that was made before. As long as the default bound for the time between tokens.
 QUIET_STAYS_S, STEP_S, LEAST_STEP = 2.0, 0.05, 128
@@ -436,9 +437,10 @@ class FairShare:
         lately = {tenant: float(self._counters.lately[tenant.index]) for tenant in of_tenant}
 
         def is_loud(tenant: Tenant, head: T) -> bool:
-            """Whether a tenant is not quiet, or would have more than its share of the same time with this member."""
+            """Whether a tenant is not quiet, or this member is not short, or more than its share of the same time."""
             most = quiet * tenant.weight
-            return lately[tenant] > most or lately[tenant] + tokens_of(head) > most / QUIET
+            tokens = tokens_of(head)
+            return lately[tenant] > most or tokens > SHORT or lately[tenant] + tokens > most / QUIET
 
         turns = []
         for tenant, heads in of_tenant.items():
