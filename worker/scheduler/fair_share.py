@@ -56,8 +56,8 @@ FAR_BEHIND_S, FAR_BEHIND = 0.25, 4096.0
 QUIET, LATELY_S = 0.5, 1.5
 SHORT = 1024.0  # tokens of service of a request that goes first, at most: long ones take their turns by the counters
 # So long after a quiet tenant's last start, steps take no longer than `STEP_S` for prompts: the next request of such a
-# client waits for the rest of a step that was made before. As long as the default bound for the time between tokens.
-QUIET_STAYS_S, STEP_S, LEAST_STEP = 2.0, 0.05, 128
+# client waits for the rest of a step that was made before.
+QUIET_STAYS_S, STEP_S, LEAST_STEP = 2.0, 0.1, 128
 ANYBODY = ("", "")  # all clients of an open server
 MOST_IDLE = 1024  # tenants without requests whose counters are kept
 MOST_IDLE_USERS = 128  # the same of each tenant's users
