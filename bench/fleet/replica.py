@@ -290,6 +290,7 @@ class FleetReplica:
             lambda seq: (not seq.was_preempted,),
             lambda seq: 0 if seq.node is not None or seq.was_preempted else len(seq.tokens) - seq.cached,
             lambda seq: any(other is seq for other, _ in self._step),
+            lambda seq: seq.missing,
         )
 
     def _add_chunk(self, seq: SimulatedSequence, budget: Budget) -> None:

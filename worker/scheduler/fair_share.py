@@ -420,10 +420,12 @@ class FairShare:
         rank: Callable[[T], tuple[int, ...]],
         tokens_of: Callable[[T], float],
         is_served: Callable[[T], bool],
+        missing: Callable[[T], float] = lambda member: 0.0,
     ) -> Iterator[T]:
         """The members of all `queues`, one for each client, in the order in which they should be served: by `rank`,
         ascending, then those of quiet tenants, then by the counters of the tenants, then by those of their users, as if
         each were charged its `tokens_of` in its turn. Members of a queue keep their order, and their ranks must ascend.
+        `missing`: tokens that a member still needs; one that needs many is not short, though it runs.
         Ends early after the last member of a tenant that is far behind if the caller has served that member
         (`is_served`)."""
         of_tenant: dict[Tenant, list[tuple[tuple[int, ...], float, int, int, T, Iterator[T]]]] = {}
@@ -439,7 +441,7 @@ class FairShare:
         def is_loud(tenant: Tenant, head: T) -> bool:
             """Whether a tenant is not quiet, or this member is not short, or more than its share of the same time."""
             most = quiet * tenant.weight
-            tokens = tokens_of(head)
+            tokens = max(tokens_of(head), missing(head))
             return lately[tenant] > most or tokens > SHORT or lately[tenant] + tokens > most / QUIET
 
         turns = []
