@@ -231,6 +231,7 @@ class FleetReplica:
         """Chooses the chunks of the next step."""
         decodes, waiting = len(self._decoding), self._window()
         self._plans += 1
+        self._shares.passes(now_s)
         old = [seq for seq in waiting if seq.looked_up_step + LOOKUP_EVERY_STEPS < self._plans]
         for seq in old[:LOOKUPS_A_STEP]:
             seq.cached, seq.looked_up_step = self._match(seq).num_tokens, self._plans
@@ -253,7 +254,7 @@ class FleetReplica:
             if seq.node is None:
                 if not is_open or self._computes_prefix_of(seq):
                     continue
-                if not self._admit(seq, budget):
+                if not self._admit(seq, budget, now_s):
                     is_open = False
                     continue
                 if not seq.was_preempted:
@@ -289,10 +290,15 @@ class FleetReplica:
             lambda seq: (not seq.was_preempted,),
             lambda seq: 0 if seq.node is not None or seq.was_preempted else len(seq.tokens) - seq.cached,
             lambda seq: any(other is seq for other, _ in self._step),
+            lambda seq: seq.missing,
         )
 
     def _add_chunk(self, seq: SimulatedSequence, budget: Budget) -> None:
-        chunk = budget.chunk(seq.computed, seq.missing, seq.missing)
+        room = seq.missing
+        most = self._shares.most_prompt_tokens
+        if most is not None and not self._shares.is_quiet(seq.share.tenant):
+            room = min(room, most - (budget.shape.tokens - len(self._decoding)))
+        chunk = budget.chunk(seq.computed, seq.missing, room)
         if chunk <= 0:
             return
         assert seq.node is not None
@@ -302,8 +308,9 @@ class FleetReplica:
         seq.own_pages += max(0, pages)
         budget.add(seq.computed, chunk)
         self._step.append((seq, chunk))
+        self._shares.computes(seq.share, chunk)
 
-    def _admit(self, seq: SimulatedSequence, budget: Budget) -> bool:
+    def _admit(self, seq: SimulatedSequence, budget: Budget, now_s: float) -> bool:
         """Starts a waiting sequence if there are a slot and pages for it and for the outputs to come."""
         if len(self._prefilling) + len(self._decoding) >= MOST_RUNNING:
             self._blocked_until = self._plans + RETRY_STEPS
@@ -322,6 +329,7 @@ class FleetReplica:
             return False
         seq.node, seq.computed = match.node, match.num_tokens
         self._waiting.remove(seq)
+        self._shares.starts(seq.share, now_s)
         self._shares.dequeue(seq.share)
         if not seq.was_preempted:
             self._shares.charge(seq.share, len(seq.tokens) - seq.cached)

@@ -1,6 +1,7 @@
-"""A scheduler in virtual time and without an executor: steps of equal length, tokens without meaning."""
+"""A scheduler in virtual time and without an executor: steps of equal length or of any cost, tokens without meaning."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,17 @@ class VirtualReplica:
     """`sent_s`, `first_s`, `ended_s`: when requests came, got their first token and ended, by id. `served`: output
     tokens by client. `work`: by client the prompt tokens that were computed, and twice the output tokens."""
 
-    def __init__(self, kv_tokens: int, max_running: int = 64, page_size: int = 16, **config: Any) -> None:
+    def __init__(
+        self,
+        kv_tokens: int,
+        max_running: int = 64,
+        page_size: int = 16,
+        cost_s: Callable[[int], float] = lambda tokens: STEP_S,
+        **config: Any,
+    ) -> None:
+        """`cost_s`: seconds of a step with so many tokens."""
         self.now_s = 0.0
+        self._cost_s = cost_s
         self.config = WorkerConfig(page_size=page_size, max_running=max_running, token_budget=512, **config)
         self.scheduler = Scheduler(
             self.config,
@@ -69,12 +79,12 @@ class VirtualReplica:
             tokens = [
                 EOS if seq.num_tokens - seq.num_prompt >= self._ends[seq.request_id] else OTHER for seq in sequences
             ]
-            self.now_s += STEP_S
+            self.now_s += self._cost_s(step.plan.num_tokens)
             for seq, size in zip(step.sequences, step.plan.lengths.tolist(), strict=True):
                 self.work[self._client[seq.request_id]] += size if size > 1 else 0
             self.scheduler.update(step, chosen, SampledTokens(np.array(tokens, dtype=np.int64), {}, {}, []), {})
         else:
-            self.now_s += STEP_S
+            self.now_s += self._cost_s(0) / 4
         for output in self.scheduler.take_outputs():
             assert output.failure is None
             self.first_s.setdefault(output.request_id, self.now_s)

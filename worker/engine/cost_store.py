@@ -6,7 +6,6 @@ device therefore gets the roofline of a known one.
 
 import logging
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ from worker.messages import StepCosts
 from worker.models.config import decoder_config, in_memory, read_config
 from worker.models.layer_specs import roofline_model
 from worker.models.sharding import Shard
+from worker.saver import Saver
 
 log = logging.getLogger(__name__)
 
-SAVE_EVERY_S = 60.0  # at most, and only while nothing runs
 # Exposed time of a step, in seconds: ENDS_S for its tokens and the next plan, if the scheduler waits for the tokens,
 # and BETWEEN_S for each transfer between two stages.
 ENDS_S, BETWEEN_S = 1e-3, 2e-4
@@ -52,13 +51,10 @@ class CostStore:
         self.models = list(models)
         self._default = objective
         self._folder = folder
-        self._saved_s = time.monotonic()
-        self._is_told = False  # that it cannot be saved
-        self._num_saved = 0
         if folder is not None:
             for model in self.models:
                 _load(model, self._file(folder, model))
-            self._num_saved = self._num_observed
+        self._saver = Saver("what steps cost", lambda: self._num_observed, self._write)
 
     @classmethod
     def load(cls, model: Path, config: WorkerConfig, device: torch.device, folder: Path | None = None) -> "CostStore":
@@ -114,26 +110,18 @@ class CostStore:
         return cost.decode * shape.decodes + cost.decode_context * shape.decode_context
 
     def save(self) -> None:
-        """Writes the models to the folder, if they have learned anything since the last time. If the folder cannot
-        be written, warns once, and the next call tries again: a disk may be full for a while."""
-        if self._folder is None or self._num_observed == self._num_saved:
-            return
-        self._saved_s, learned = time.monotonic(), self._num_observed
-        try:
+        """Writes the models to the folder, if they have learned anything since the last time."""
+        self._saver.save()
+
+    def save_if_due(self) -> None:
+        """As `Saver.save_if_due`."""
+        self._saver.save_if_due()
+
+    def _write(self) -> None:
+        if self._folder is not None:
             for model in self.models:
                 with replaced(self._file(self._folder, model)) as half:
                     model.save(half)
-        except OSError as error:
-            if not self._is_told:
-                log.warning("what steps cost is not kept: %s", error)
-            self._is_told = True
-        else:
-            self._num_saved, self._is_told = learned, False
-
-    def save_if_due(self) -> None:
-        """Calls `save` at most once every `SAVE_EVERY_S`. Called while nothing runs."""
-        if time.monotonic() - self._saved_s > SAVE_EVERY_S:
-            self.save()
 
     @property
     def _num_observed(self) -> int:

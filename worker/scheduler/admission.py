@@ -7,7 +7,8 @@ With clients in turn, a sequence that has no room closes the step to its own cli
   pages back. So a sequence that needs more than is ever free at once starts, too.
 - **Shares.** A client that holds more than its share of slots or pages (`holdings.py`) keeps no other client back: it
   waits for itself. It gives a sequence back if a client that holds less than its share has no room and is behind, or
-  has waited for `PATIENCE_S`, or has nothing that runs. The last running sequence of a client is never taken.
+  has waited for `PATIENCE_S`, or has nothing that runs. The last running sequence of a client is never taken for the
+  share of another; one that overtook and is not over in time may be its client's last.
 
 What is given back waits in its client's queue, first of the client's sequences but not before other clients, and goes
 on from the pages that are still cached. Each step, at most one sequence gets room in these ways.
@@ -20,11 +21,12 @@ import numpy as np
 from worker.config import WorkerConfig
 from worker.lengths import OutputLengthPredictor
 from worker.scheduler.adapter_slots import AdapterSlots
-from worker.scheduler.backfill import Opening, RunningDemand, opening, peaks
-from worker.scheduler.fair_share import CREDIT, ClientShare, FairShare, Member, Tenant
+from worker.scheduler.backfill import Opening, opening, peaks
+from worker.scheduler.fair_share import ClientShare, FairShare, Member
 from worker.scheduler.holdings import Holdings
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.kv_demand import PeakKVEstimator
+from worker.scheduler.occupancy import Occupancy
 from worker.scheduler.running import RunningSequences
 from worker.scheduler.sequence import Sequence, pages_for
 from worker.scheduler.sequence_table import SequenceTable
@@ -47,9 +49,9 @@ MOST_WASTED = 2.0  # pages that are given back for each page that is needed, at 
 # are served alike, a sequence ends by then, most often.
 PATIENCE_S = 1.0
 LITTLE = 0.25  # of its share: a client that holds no more does not wait for so long
-HURRY_S = 0.1  # least time between starts of a client for which others give way
+HURRY_S = 0.1  # least time between starts of a client, unless it is quiet, for which others give way
 MOST_GIVING_WAY = 16  # sequences that give way to one
-LOOK_EVERY_STEPS = 4  # so often it is looked whether others should give way
+LOOK_EVERY_STEPS = 4  # so often it is looked whether others should give way; at once for a quiet client
 MOST_DOUBLINGS = 5  # of the pause after giving way in vain
 
 
@@ -94,7 +96,9 @@ class Admission:
         self._given_way_step = -RETRY_STEPS  # before this step, none give way
         self._made_way_step = -1  # the step for which sequences have given way last
         self._refusals = 0  # how often, one after the other, a sequence did not start for which others had given way
-        self._looks = True  # whether what is to come is out of date: clients did not compete
+        # Whether it is looked before the next step whether others should give way: clients did not compete, so that
+        # what is to come is out of date, or a sequence of a quiet client has no room yet.
+        self._looks = True
         self._builder: StepBuilder  # of the step that is built
         self._step = 0
         self._is_closed = True  # whether no sequence may start in this step any more
@@ -119,6 +123,7 @@ class Admission:
         self._expect(seq)
         if ready:
             self.queue.add(seq, step)
+            self._looks |= self._shares.is_quiet(seq.share.tenant)
         else:
             self.held[seq.request_id] = seq
 
@@ -297,6 +302,7 @@ class Admission:
             self._blocked_step = self._step
             if seq.blocked_step is None:
                 seq.blocked_step = self._step
+                self._looks |= self._shares.is_quiet(seq.share.tenant)
             if seq is self._favoured:
                 self._refuse_favoured(self._step)
             if client is not None:
@@ -335,15 +341,17 @@ class Admission:
         waiting = [seq for seq in self._blocked.values() if seq is not None][:MOST_RESERVATIONS]
         if not waiting or not len(self._running):
             return []
-        running, of_tenants, available = self._demand(), self._holdings(), self._kv_cache.num_unreserved
+        now, available = self._occupancy(), self._kv_cache.num_unreserved
         return [
-            (seq, opening(running, self._expected_pages(seq), available, self._page_size))
+            (seq, opening(now.demand, self._expected_pages(seq), available, self._page_size))
             for seq in waiting
-            if not of_tenants.is_above(seq.share.tenant)
+            if not now.of_tenants.is_above(seq.share.tenant)
         ]
 
-    def to_give_way(self, step: int, now_s: float) -> list[Sequence]:
-        """The running sequences that should be preempted before the next step so that one that waits has room."""
+    def to_give_way(self, step: int, now_s: float, is_ending: bool) -> list[Sequence]:
+        """The running sequences that should be preempted before the next step so that one that waits has room.
+        `is_ending`: whether a running sequence ends with a step in flight. None need give way for the slot that it
+        leaves; its pages may be too few."""
         if not (self._is_fair and self._shares.is_contended and len(self.queue)):
             self._favoured, self._looks = None, True
             return []
@@ -352,75 +360,65 @@ class Admission:
                 return []  # it may not have been tried: a step of decodes alone, or of a preemption, is closed to all
             self._refuse_favoured(step)
         # Never at a multiple of RETRY_STEPS, when no client is known to be blocked.
-        if (step + 1) % LOOK_EVERY_STEPS and not self._looks:
+        if ((step + 1) % LOOK_EVERY_STEPS and not self._looks) or (is_ending and not self._running.has_room):
             return []
         self._looks = False
-        table, rows = self._table, self._running.rows
-        to_come = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 0)
-        self._shares.expect(table.client[rows], to_come)
+        table, now = self._table, self._occupancy()
+        to_come = np.maximum(table.expected_tokens[now.rows] - table.num_tokens[now.rows], 0)
+        self._shares.expect(now.clients, to_come)
         self._refresh(step)
         if step < self._given_way_step or (self._running.has_room and not self._blocked):
             return []
-        behind, overdue = self._behind(), self._overdue(step)
-        if overdue is None:
-            behind = [seq for seq in behind if self._is_due(seq, now_s)]
-        if not behind:
-            return []
-        clients = self._table.client[self._running.rows]
-        for seq in behind:
+        overdue = self._overdue(step, now)
+        for seq in self._behind():
             if not self._adapters.could_start(seq):
                 continue
-            # A search that finds too little has taken from the holdings.
-            needed, tenant, of_tenants = self._expected_pages(seq), seq.share.tenant, self._holdings()
+            needed, tenant = self._expected_pages(seq), seq.share.tenant
+            is_impatient = self._is_impatient(seq, now, now_s)
+            if overdue is None and not (is_impatient or self._shares.is_behind(seq.share)):
+                continue
             found: list[Sequence] = []
-            if overdue is not None and not of_tenants.is_above(tenant):
-                since = self._table.start_step[self._running.rows] >= (seq.blocked_step or 0)
-                found = self._making_room(seq, needed, overdue & since & (clients != seq.share.index))
+            if overdue is not None and not now.of_tenants.is_above(tenant):
+                since = table.start_step[now.rows] >= (seq.blocked_step or 0)
+                found = self._making_room(seq, needed, now, overdue & since & (now.clients != seq.share.index))
             part = _part(tenant, now_s)
-            if not found and of_tenants.has_claim(tenant, needed, part):
-                may = self._are_ahead(seq, tenant, of_tenants.owners, now_s)
-                found = self._making_room(seq, needed, may, of_tenants, 2 - part)
+            if not found and now.of_tenants.has_claim(tenant, needed, part):
+                may = self._are_ahead(tenant, now.tenants, now_s, is_impatient)
+                found = self._making_room(seq, needed, now, may, now.of_tenants, 2 - part)
             if not found and len(tenant.users) > 1:
-                of_users, part = self._holdings(tenant), _part(seq.share, now_s)
+                of_users, part = now.of_users(tenant), _part(seq.share, now_s)
                 if of_users.has_claim(seq.share, needed, part):
-                    may = self._are_ahead(seq, seq.share, clients, now_s) & (of_tenants.owners == tenant.index)
-                    found = self._making_room(seq, needed, may, of_users, 2 - part)
+                    may = self._are_ahead(seq.share, now.clients, now_s, is_impatient)
+                    found = self._making_room(seq, needed, now, may & (now.tenants == tenant.index), of_users, 2 - part)
             if found:
                 self._favoured, self._given_way_step, self._made_way_step = seq, step + 1, step
                 return found
         return []
 
-    def _overdue(self, step: int) -> np.ndarray | None:
+    def _overdue(self, step: int, now: Occupancy) -> np.ndarray | None:
         """Which of the running sequences overtook others and are not over in time, bool [n]; None if none is, or pages
         are not short."""
-        due = self._table.gives_way_from[self._running.rows]
+        due = self._table.gives_way_from[now.rows]
         overdue: np.ndarray = (due > 0) & (due <= step)
         return overdue if self._running.has_room and overdue.any() else None
 
-    def _is_due(self, seq: Sequence, now_s: float) -> bool:
-        """Whether others may have to give way to a sequence: it need not wait any longer, or is far behind. And its
-        client has started nothing for `HURRY_S`."""
-        share = seq.share
-        if now_s - min(share.started_s, share.tenant.started_s) < HURRY_S:
-            return False
-        return self._is_impatient(seq, now_s) or self._shares.is_behind(share)
-
-    def _is_impatient(self, seq: Sequence, now_s: float) -> bool:
+    def _is_impatient(self, seq: Sequence, now: Occupancy, now_s: float) -> bool:
         """Whether a sequence need not wait any longer for what becomes free by itself: it has waited for `PATIENCE_S`,
         or its tenant holds little. Without the latter, each of the few requests of a tenant would wait that long while
         another one fills all slots."""
         if now_s - seq.arrived_s >= PATIENCE_S:
             return True
-        return self._holdings().has_claim(seq.share.tenant, self._expected_pages(seq), LITTLE)
+        return now.of_tenants.has_claim(seq.share.tenant, self._expected_pages(seq), LITTLE)
 
-    def _are_ahead(self, seq: Sequence, member: Member, owners: np.ndarray, now_s: float) -> np.ndarray:
-        """Which of the running sequences, of `owners`, may have to give way to `seq` of `member`: those of others,
-        if it has to wait only those of others that are ahead by more than a client saves up; bool [n]."""
+    def _are_ahead(self, member: Member, owners: np.ndarray, now_s: float, is_impatient: bool) -> np.ndarray:
+        """Which of the running sequences, of `owners`, may have to give way to a sequence of `member`: those of others,
+        if it has to wait only those of others that are ahead by more than a client saves up; bool [n]. None of them
+        if the member has started one within `HURRY_S`, and is not quiet."""
         others: np.ndarray = owners != member.index
-        if now_s - member.started_s < HURRY_S:
+        if now_s - member.started_s < HURRY_S and not self._shares.is_quiet(member):
             return np.zeros_like(others)
-        if not self._is_impatient(seq, now_s):
-            others &= self._shares.turns_at(owners) > self._shares.turn(member) + CREDIT
+        if not is_impatient:
+            others &= self._shares.turns_at(owners) > self._shares.turn(member) + self._shares.credit
         return others
 
     def _behind(self) -> list[Sequence]:
@@ -431,17 +429,25 @@ class Admission:
         return [seq for seq in self._blocked.values() if seq is not None][:MOST_RESERVATIONS]
 
     def _making_room(
-        self, seq: Sequence, needed: int, may: np.ndarray, holdings: Holdings | None = None, factor: float = 1.0
+        self,
+        seq: Sequence,
+        needed: int,
+        now: Occupancy,
+        may: np.ndarray,
+        holdings: Holdings | None = None,
+        factor: float = 1.0,
     ) -> list[Sequence]:
         """The running sequences that `may` give way, bool [n], the latest first, until `seq` has room; only those of
         clients that hold more than their share times `factor`, by `holdings`. Empty if all are too few."""
-        rows, table = self._running.rows, self._table
+        rows, table = now.rows, self._table
+        may = may & ~now.is_ending
         if holdings is not None:
-            may = may & holdings.above(factor)
+            holdings = holdings.copy()
+            may &= holdings.above(factor)
         places = np.flatnonzero(may)[::-1].tolist()
         if not places:
             return []
-        demand, gone = self._demand(), np.zeros(len(rows), dtype=bool)
+        demand, gone = now.demand, np.zeros(len(rows), dtype=bool)
         for place, other in zip(places, table.sequences_at(rows[places]), strict=True):
             if other.priority > seq.priority or (holdings is not None and not holdings.above(factor)[place]):
                 continue
@@ -471,36 +477,9 @@ class Admission:
         prompt = (seq.num_tokens - seq.cached_estimate) // PROMPT_TOKENS_A_STEP
         return 1 + prompt + max(1, seq.expected_tokens - seq.num_tokens)
 
-    def _demand(self) -> RunningDemand:
-        """The running sequences."""
-        table, rows = self._table, self._running.rows
-        tokens, pages, limits = table.num_tokens[rows], table.num_pages[rows], table.token_limit[rows]
-        to_come = table.expected_tokens[rows] - tokens
-        # One that has outlived what was expected goes on for as long again.
-        to_come = np.where(to_come > 0, to_come, tokens - table.num_prompt[rows])
-        steps = np.clip(to_come, 1, np.maximum(limits - tokens, 1))
-        return RunningDemand(steps, tokens, pages, self._held_pages(rows))
-
-    def _held_pages(self, rows: np.ndarray) -> np.ndarray:
-        """Pages that the running sequences hold, float64; those that several share count in part for each."""
-        shared = self._table.num_shared[rows]
-        own = self._table.num_pages[rows] - shared
-        used = self._kv_cache.pool.num_pages - self._kv_cache.num_available
-        of_tree, all_shared = max(0, used - int(own.sum())), int(shared.sum())
-        held: np.ndarray = own + shared * (min(1.0, of_tree / all_shared) if all_shared else 0.0)
-        return held
-
-    def _holdings(self, tenant: Tenant | None = None) -> Holdings:
-        """Holdings of all tenants, or of the users of one."""
-        rows = self._running.rows
-        clients, pages = self._table.client[rows], self._held_pages(rows)
-        owners = self._shares.tenants_of(clients)
-        if tenant is None:
-            num_slots = len(self._running) + self._running.num_free
-            return Holdings(self._shares.active_tenants(), owners, pages, num_slots, self._kv_cache.pool.num_pages)
-        is_its = owners == tenant.index
-        num_slots, num_pages = int(np.count_nonzero(is_its)), float(pages[is_its].sum())
-        return Holdings(tenant.users.active(), clients, pages, num_slots, num_pages)
+    def _occupancy(self) -> Occupancy:
+        """The holdings and demands of the running sequences now."""
+        return Occupancy(self._running, self._table, self._kv_cache, self._shares)
 
     # ------------------------------------------------------------ pages
 

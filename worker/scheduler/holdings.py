@@ -1,5 +1,6 @@
 """Holdings of clients, in slots and pages of a replica, against their shares of it."""
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,6 +28,12 @@ class Holdings:
         weights[[member.index for member in members]] = [member.weight for member in members]
         self._most_slots = np.maximum(1.0, num_slots * weights / weights.sum())
         self._most_pages = num_pages * weights / weights.sum()
+
+    def copy(self) -> "Holdings":
+        """Holdings from which may be taken without a change of these."""
+        made = copy.copy(self)
+        made._slots, made._pages = self._slots.copy(), self._pages.copy()
+        return made
 
     def above(self, factor: float) -> np.ndarray:
         """Whether the owner of each running sequence has more than its share times `factor`, and another sequence; bool

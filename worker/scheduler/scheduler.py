@@ -242,8 +242,10 @@ class Scheduler:
         """Chooses the next step: starts and preempts sequences, and allocates pages. With one stage, not while a step
         with drafts is in flight: how many tokens its sequences have is unknown."""
         assert self._num_stages > 1 or not any(step.drafts for step in self._in_flight)
-        self.leases.expire(self.clock())
-        running = self._classified()
+        now_s = self.clock()
+        self.leases.expire(now_s)
+        self._shares.passes(now_s)
+        running = self._classified(now_s)
         view = self._view = self._snapshot(running)
         is_too_few = view.decoding >= self._num_stages or view.waiting > 0
         budget = self.policy.begin(view)
@@ -263,10 +265,11 @@ class Scheduler:
             self._idle_reason = "too_few_micro_batches" if is_too_few else "nothing_to_do"
         return SchedulerOutput(step, self.running.take_started(), self.running.take_freed_slots(), self._idle_reason)
 
-    def _classified(self) -> RunningBatch:
+    def _classified(self, now_s: float) -> RunningBatch:
         """The running sequences before the next step, after some have given way to other clients' sequences."""
         running = RunningBatch.classify(self.running.rows, self._table)
-        if running.is_ending or not (giving_way := self._waiting.to_give_way(self._step, self.clock())):
+        giving_way = self._waiting.to_give_way(self._step, now_s, running.is_ending)
+        if not giving_way:
             return running
         for seq in giving_way:
             self._preemption.give_way(seq)
@@ -423,7 +426,8 @@ class Scheduler:
         fits."""
         if budget is None:
             return None
-        self._builder = StepBuilder(budget, self.kv_cache, self._table)
+        shares = self._shares if self._num_stages == 1 else None
+        self._builder = StepBuilder(budget, self.kv_cache, self._table, shares)
         self._waiting.begin(self._builder, self._step)
         self._preemption.begin(self._builder, running.is_ending)
         for seq in self._sequences_at(running.rows, running.in_prompt):
@@ -543,6 +547,7 @@ class Scheduler:
         size = chunk_tokens(seq.num_missing, limit, self._preemption.make_room(seq, limit))
         if size > 0:
             self._builder.add(seq, size)
+            self._shares.computes(seq.share, size)
 
     def _start(self, seq: Sequence) -> None:
         """Gives a sequence a slot, and counts its first start."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.budget import Budget
+from worker.scheduler.fair_share import FairShare
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.scheduled_step import ScheduledStep
 from worker.scheduler.sequence import Sequence
@@ -38,8 +39,17 @@ class _Others(NamedTuple):
 class StepBuilder:
     """Collects the sequences of a step and the sizes of their chunks. Sequences are not changed before `build`."""
 
-    def __init__(self, budget: Budget, kv_cache: KVCacheManager, table: SequenceTable[Sequence]) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        kv_cache: KVCacheManager,
+        table: SequenceTable[Sequence],
+        shares: FairShare | None = None,
+    ) -> None:
+        """`shares`: says how long prompts of clients that are not quiet may make the step; None: as `budget` does."""
         self.budget = budget
+        self._shares = shares
+        self._most_prompt_tokens = None if shares is None else shares.most_prompt_tokens
         self._kv_cache = kv_cache
         self._page_size = kv_cache.page_size
         self._table = table
@@ -62,7 +72,7 @@ class StepBuilder:
 
     def limit(self, seq: Sequence) -> int:
         """The longest chunk that `seq` may have in this step, in tokens."""
-        size = self._chunk(seq.num_computed, seq.num_missing)
+        size = self._chunk(seq, seq.num_computed, seq.num_missing)
         if seq.wants_prompt_logits:
             size = min(size, max(0, seq.reusable_tokens - seq.num_computed) + self._prompt_rows_left)
         if seq.pool is not None and seq.pool.takes_all:
@@ -72,7 +82,7 @@ class StepBuilder:
     def may_start(self, seq: Sequence) -> bool:
         """Whether a waiting sequence could have a first chunk in this step."""
         cached = seq.cached_estimate
-        return self._chunk(cached, seq.num_tokens - cached) > 0
+        return self._chunk(seq, cached, seq.num_tokens - cached) > 0
 
     def add_decodes(self, rows: np.ndarray) -> None:
         """Adds a decode for each sequence of `rows`, int64, all past their prompts. The caller has counted these in the
@@ -240,8 +250,11 @@ class StepBuilder:
         """The first page of tokens, as int32 bytes."""
         return seq.token_ids(0, self._page_size).tobytes()
 
-    def _chunk(self, start: int, missing: int) -> int:
-        return self.budget.chunk(start, missing, missing)
+    def _chunk(self, seq: Sequence, start: int, missing: int) -> int:
+        room, most, shares = missing, self._most_prompt_tokens, self._shares
+        if most is not None and shares is not None and missing > 1 and not shares.is_quiet(seq.share.tenant):
+            room = min(missing, most - (self.budget.shape.tokens - len(self._decodes)))
+        return self.budget.chunk(start, missing, room)
 
     def _token_ids(self, sequences: list[Sequence]) -> list[np.ndarray]:
         """Token ids of each sequence's chunk, int32; `PENDING` if the host does not know the token yet."""

@@ -220,7 +220,9 @@ class WaitingQueue:
             return merged(prefills, waiting)
         queues = [(share, merged(*both)) for share, both in of_client.items()]
         charges = dict(zip(waiting, self._charges(waiting), strict=True))
-        return self.shares.order(queues, _rank, lambda seq: charges.get(seq, 0.0), is_served)
+        return self.shares.order(
+            queues, _rank, lambda seq: charges.get(seq, 0.0), is_served, lambda seq: seq.num_missing
+        )
 
     def outdate(self, seq: Sequence, step: int) -> None:
         """Marks a sequence's cached prefix as out of date: from the next step on, the tree will have more of it."""

@@ -121,6 +121,7 @@ def test_only_some_service_is_saved_up() -> None:
 def test_a_client_far_behind_has_its_step_for_itself() -> None:
     shares = FairShare()
     flood, quiet = waiting(shares, "flood"), waiting(shares, "quiet")
+    shares.computes(quiet, 1)  # so that it is not quiet in the strict sense
     shares.charge(flood, int(FAR_BEHIND) + 1000)
     queues = (flood, [10, 11]), (quiet, [900, 99])
     assert in_order(shares, *queues, served=True) == [900, 99]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from worker.structured_output.compiling.compilation import Compilation
-from worker.structured_output.compiling.forks import cpu_time_s, has_memory_up_to, limit_memory, limit_time
+from worker.structured_output.compiling.forks import cpu_time_s, ended, has_memory_up_to, limit_memory, limit_time
 from worker.structured_output.compiling.process import (
     BROKEN,
     CHECK,
@@ -62,10 +62,11 @@ def _keep(control: socket.socket, connection: socket.socket, compilation: Compil
     control.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     process = _fork(partial(_answer, connection, compilation, memory_bytes))
-    connection.sendall(Ending.from_status(os.waitpid(process, 0)[1]))
+    connection.sendall(Ending.from_status(ended(process)))
 
 
 def _answer(connection: socket.socket, compilation: Compilation, memory_bytes: int) -> None:
+    os.setpgid(0, 0)
     request = bytearray()
     while data := connection.recv(1 << 20):
         request += data
