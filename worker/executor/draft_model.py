@@ -46,7 +46,7 @@ class DraftModel:
         own |= {"window_kv_tokens": 0, "lora_modules": {}, "max_loras": 0}
         self.config = config.model_copy(update=own)
         try:
-            self._runner = ModelRunner(model, self.config)
+            self._runner = ModelRunner.load(model, self.config)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"draft_model {model} and its KV cache of {capacity} tokens do not fit into the GPU's memory: lower "

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from worker.executor import kv_cache, model_runner
+from worker.executor import kv_cache, loading
 
 
 @pytest.fixture
@@ -68,21 +68,19 @@ def test_a_context_that_is_too_long_is_refused(configured: int, message: str) ->
 
 
 def test_memory_of_the_steps_under_way_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of pages, no more than there are; of the device's memory, half of what is free."""
+    """Of the device's memory, half of what is free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3000, 10_000))
     pinned: list[int] = []
     on_device: list[int] = []
-    monkeypatch.setattr(model_runner, "reserve_pinned", lambda *sizes: pinned.extend(sizes))
+    monkeypatch.setattr(loading, "reserve_pinned", lambda *sizes: pinned.extend(sizes))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, **more: on_device.append(size) or empty(size, **more))
     sizes: Any = SimpleNamespace(
         stage=SimpleNamespace(count=4),
         device=torch.device("cpu"),
-        num_pages=70,
-        _max_running=8,
         _token_budget=512,
         _working_bytes=2000,
     )
-    model_runner.ModelRunner._reserve(sizes, 10)
+    loading._Loading._reserve(sizes, 70)
     assert pinned == [8 * 512 + 4 * 70, 20]
     assert on_device == [1 << 20] * 20 + [1500]
