@@ -87,10 +87,12 @@ def load_model(
 
     Raises ValueError if the model or the configuration is not supported.
     """
-    return _Loading(model, with_gpu_defaults(config, model), stage or PipelineStage.only()).run(progress, gemm_folder)
+    return ModelLoader(model, with_gpu_defaults(config, model), stage or PipelineStage.only()).run(
+        progress, gemm_folder
+    )
 
 
-class _Loading:
+class ModelLoader:
     """The steps of loading. Their order matters: each finds the device as the steps before have left it."""
 
     def __init__(self, model: Path, config: WorkerConfig, stage: PipelineStage) -> None:

@@ -81,6 +81,6 @@ def test_memory_of_the_steps_under_way_is_asked_for_before(monkeypatch: pytest.M
         _token_budget=512,
         _working_bytes=2000,
     )
-    loading._Loading._reserve(sizes, 70)
+    loading.ModelLoader._reserve(sizes, 70)
     assert pinned == [8 * 512 + 4 * 70, 20]
     assert on_device == [1 << 20] * 20 + [1500]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from worker.config import WorkerConfig
-from worker.executor.loading import _Loading
+from worker.executor.loading import ModelLoader
 from worker.parallel.pipeline_stage import PipelineStage
 
 
@@ -15,6 +15,6 @@ def test_the_largest_step_has_positions_of_the_context_only(
     tiny_model: Callable[[str], Path], context_length: int | None, longest: int
 ) -> None:
     config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, context_length=context_length)
-    batch = _Loading(tiny_model("llama"), config, PipelineStage.only())._largest_step(config)
+    batch = ModelLoader(tiny_model("llama"), config, PipelineStage.only())._largest_step(config)
     assert (batch.starts + batch.lengths).max() == longest
     assert batch.num_tokens >= config.token_budget
