@@ -10,7 +10,7 @@ from worker.executor.loading import ModelLoader
 from worker.parallel.pipeline_stage import PipelineStage
 
 
-@pytest.mark.parametrize(("context_length", "longest"), [(48, 48), (None, 512)])
+@pytest.mark.parametrize(("context_length", "longest"), [(48, 48), (None, 256)])
 def test_the_largest_step_has_positions_of_the_context_only(
     tiny_model: Callable[[str], Path], context_length: int | None, longest: int
 ) -> None:
