@@ -186,6 +186,7 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
         ("flex_olmo", {"clip_qkv": 8.0}, "clip_qkv"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm True"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm True"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm True"),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block False"),
         ("laguna", {"gating": "other"}, "gating 'other'"),
