@@ -2,7 +2,7 @@
 
 It runs in the leading rank's process, whole, on that rank's device. Its KV cache has as many pages as the other, and a
 token's KV lies in the page of the same number in both. So one allocation of pages serves both, and their number is set
-with the bytes of both (`kv_cache.DraftBytes`).
+with the bytes of both (`memory_budget.DraftBytes`).
 """
 
 import time

@@ -16,7 +16,7 @@ from kernels.attention.interface import AttentionBackend, AttentionBatch, Attent
 from kernels.attention.window_pages import WindowPagesAttention, WindowPagesGraphAttention, of_windows
 from kernels.recurrent.states import RecurrentStates, StateBatch
 from kernels.recurrent.torch_states import TorchStates
-from worker.executor.kv_cache import num_slot_rows
+from worker.executor.memory_budget import num_slot_rows
 from worker.kv_layout import KVLayout
 from worker.models.config import DecoderConfig
 

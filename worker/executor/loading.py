@@ -25,7 +25,7 @@ from worker.executor.attention_selector import AttentionChoice, AttentionLimits,
 from worker.executor.cuda_graphs import CudaGraphRunner, product_sizes
 from worker.executor.forward_pass import ForwardPass
 from worker.executor.gpu_defaults import resolve_device, with_gpu_defaults
-from worker.executor.kv_cache import DraftBytes, KVBudget, context_length
+from worker.executor.memory_budget import DraftBytes, KVBudget, context_length
 from worker.executor.page_table import PageTable
 from worker.executor.piecewise_graphs import PiecewiseGraphs, ProbeBatch
 from worker.executor.weight_loader import Progress, load_weights

@@ -12,8 +12,8 @@ from worker.config import WorkerConfig
 from worker.executor.adapter_store import AdapterStore
 from worker.executor.executor import Executor, ForwardOutput
 from worker.executor.expert_balance import ExpertBalance
-from worker.executor.kv_cache import num_slot_rows
 from worker.executor.loading import LoadedModel, load_model
+from worker.executor.memory_budget import num_slot_rows
 from worker.executor.weight_loader import Progress
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.progress import NewestSteps

@@ -127,7 +127,7 @@ def test_all_ranks_have_the_pages_of_the_poorest(
 ) -> None:
     has = iter([640, 320, 480])
     monkeypatch.setattr(
-        "worker.executor.kv_cache.cpu_tokens", lambda bytes_per_token, fraction, reserved_bytes: next(has)
+        "worker.executor.memory_budget.cpu_tokens", lambda bytes_per_token, fraction, reserved_bytes: next(has)
     )
     folder, config = tiny_model("llama"), settings(tp=3, kv_tokens=None)
     pages = together(3, lambda group: ModelRunner.load(folder, config, stage=PipelineStage.only(group)).num_pages)

@@ -20,8 +20,8 @@ from worker.drafts.model import ModelDrafter
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components
 from worker.executor.draft_model import DraftModel
-from worker.executor.kv_cache import token_bytes
 from worker.executor.kv_pools import allocate
+from worker.executor.memory_budget import token_bytes
 from worker.executor.model_runner import ModelRunner
 from worker.messages import SamplingParams
 from worker.models.config import DecoderConfig, decoder_config, read_config
