@@ -6,7 +6,7 @@ import struct
 
 from .bodies import COMPLETIONS, MODEL, encoded
 
-WAIT_S = 60.0
+WAIT_S = 120.0  # as other clients of a soak: a loaded machine is slow
 
 
 def break_off(address: tuple[str, int], number: int) -> int:
