@@ -156,7 +156,7 @@ def is_explained(answer: httpx.Response) -> bool:
     body = answer.json()
     if "error" not in body:
         return answer.request.url.path == "/ready" and body["status"] == "not ready"
-    return bool(body["error"].get("code") or body.get("type") == "error" and body["error"].get("type"))
+    return bool(body["error"].get("code") or (body.get("type") == "error" and body["error"].get("type")))
 
 
 @dataclass
