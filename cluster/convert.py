@@ -66,7 +66,7 @@ def convert(path: Path, folder: Path, say: Callable[[str], None], kept: Kept = "
 
 def _config(path: Path) -> Any:
     """The file's configuration as transformers reads it. Raises ValueError if that lacks the file's own base of
-    rotation, which transformers leaves out for some architectures."""
+    rotation, or its part of heads that rotates, which transformers leaves out for some architectures."""
     import gguf
     from transformers import AutoConfig
 
@@ -79,6 +79,12 @@ def _config(path: Path) -> Any:
     ):
         what = f"{path.name} has a {architecture} model that rotates with base {said:g}"
         raise ValueError(f"{what}, which is not read from such files: take the model's safetensors")
+    rotated, part = fields.get(f"{architecture}.rope.dimension_count"), read.get("partial_rotary_factor")
+    if rotated is not None and part is not None:
+        said, head_dim = int(rotated.contents()), config.hidden_size // config.num_attention_heads
+        if said != int((getattr(config, "head_dim", None) or head_dim) * part):
+            what = f"{path.name} has a {architecture} model that rotates {said} dimensions of each head"
+            raise ValueError(f"{what}, which is not read from such files: take the model's safetensors")
     return config
 
 

@@ -57,7 +57,8 @@ def rescaled(running: Config, given: Config, new: Config) -> Config:
     if differing := list(_differing(given, new)):
         raise ConfigError(
             f"{', '.join(differing)}: cannot change while the server runs. Nothing was changed: put "
-            f"{'it' if len(differing) == 1 else 'them'} back, or restart the server"
+            f"{'it' if len(differing) == 1 else 'them'} back, or restart the server (on machines of `ray up`, "
+            "run that again)"
         )
     numbers = {deployment.name: deployment.replicas for deployment in new.deployments}
 

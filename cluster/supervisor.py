@@ -128,6 +128,11 @@ def processes(names: Sequence[str]) -> list[psutil.Process]:
     return found
 
 
+def up() -> Path:
+    """A file that is there once Ray runs and nothing starts it any more."""
+    return folder() / "up"
+
+
 def ray_runs(role: Role) -> bool:
     return {process.info["name"] for process in processes(HEART[role])} == {*HEART[role]}
 
@@ -182,6 +187,7 @@ class Supervisor:
     def _has_ray(self) -> bool:
         """Whether Ray runs; starts it if it is time."""
         if ray_runs(self._machine.role):
+            up().touch()
             self._ray.runs()
             return True
         if not self._ray.due():
@@ -191,7 +197,16 @@ class Supervisor:
         say("starting Ray")
         Path(ENVIRONMENT["TMPDIR"]).mkdir(parents=True, exist_ok=True)
         (folder() / "ray").write_text(version("ray"))
-        done = subprocess.run(self._machine.ray, env=self._environment, capture_output=True, text=True, check=False)
+        up().unlink(missing_ok=True)
+        # `ray start` waits without an end for a raylet that has died meanwhile.
+        command = self._machine.ray
+        try:
+            done = subprocess.run(
+                command, env=self._environment, capture_output=True, text=True, check=False, timeout=UP_S
+            )
+        except subprocess.TimeoutExpired:
+            say(f"Ray has not started within {UP_S:g} s, and is started again")
+            return False
         if done.returncode:
             say(f"Ray does not start: {done.stdout[-2000:]}{done.stderr[-2000:]}")
         return done.returncode == 0
@@ -305,7 +320,7 @@ def start(machine: Machine) -> int:
     elif not _start_unit():
         _start_process()
     deadline = time.monotonic() + UP_S
-    while not (supervisor() and ray_runs(machine.role)):
+    while not (supervisor() and ray_runs(machine.role) and up().exists()):
         if time.monotonic() > deadline:
             print(f"Ray has not started within {UP_S:g} s; the end of ~/{LOG}:", file=sys.stderr)
             print(*_tail(Path.home() / LOG), sep="\n", file=sys.stderr)

@@ -6,7 +6,7 @@
 | `tree.py` | the tree over pages |
 | `component.py` | what a tree may have besides pages: components, each with a part of every resume point |
 | `checkpoints.py`, `windows.py` | the components: rows of recurrent states; pages of windows |
-| `policies.py` | eviction order |
+| `eviction_order.py` | eviction order |
 | `leases.py` | leases with owners and ends: what is evicted last |
 | `integrity.py` | the check that no page is lost or owned twice |
 | `events.py` | events that say what is cached |

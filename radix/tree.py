@@ -36,6 +36,7 @@ import numpy as np
 
 from radix.component import Component
 from radix.events import Dropped, Event, Removed, Saved, Split, Stored
+from radix.eviction_order import lru
 from radix.integrity import check, check_points
 from radix.node import (
     TOKEN_BYTES,
@@ -50,7 +51,6 @@ from radix.node import (
     whole_pages,
 )
 from radix.pages import PagePool
-from radix.policies import lru
 from radix.snapshot import SnapshotWalk
 
 

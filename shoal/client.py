@@ -131,7 +131,9 @@ class Client:
 
     def _unreachable(self, error: Exception) -> ServerError:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return ServerError(f"no server at {self.url}; start one with `shoal serve`, or say --url")
+            return ServerError(
+                f"no server at {self.url}; start one with `shoal serve`, wait for one that starts, or say --url"
+            )
         return ServerError(f"{self.url}: the connection broke: {error or type(error).__name__}")
 
 

@@ -1,5 +1,5 @@
 """The layout of a replica's cache, as data: which layers keep what, in how many pages or rows. Made from the model's
-configuration and the memory (`worker.executor.kv_cache`), and known to the scheduler and to every rank alike.
+configuration and the memory (`worker.executor.memory_budget`), and known to the scheduler and to every rank alike.
 
 | kind | layers | a unit is | the scheduler's class | what the tree has of it |
 | --- | --- | --- | --- | --- |

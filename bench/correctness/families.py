@@ -212,6 +212,11 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "hyperclovax": ("hyperclovax", _TWO_LAYERS | _granite(sizes) | {"residual_multiplier": 1.0}),
         "olmo2": ("olmo2", {}),
         "phi": ("phi", _TWO_LAYERS),
+        "stablelm": ("stablelm", _TWO_LAYERS | {"use_qkv_bias": True} | _rope("default", partial_rotary_factor=0.5)),
+        "stablelm_parallel": (
+            "stablelm",
+            _TWO_LAYERS | {"use_parallel_residual": True} | _rope("default", partial_rotary_factor=0.5),
+        ),
         "gpt2": ("gpt2", _TWO_LAYERS | {"n_inner": sizes.inner, "tie_word_embeddings": True}),
         "gptj": ("gptj", _TWO_LAYERS | {"n_inner": sizes.inner, "rotary_dim": sizes.head_dim // 2}),
         "gpt_neox": ("gpt_neox", _TWO_LAYERS | _rope("default", partial_rotary_factor=0.5)),

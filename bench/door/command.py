@@ -86,6 +86,11 @@ class AttackRuns:
     def refused(self) -> list[str]:
         return [error for each in self.attacked for error in each.refused]
 
+    @property
+    def starves_bystander(self) -> bool:
+        """Whether the bystander was refused, or waited too long for its first tokens."""
+        return self.ratio > MOST or bool(self.refused)
+
 
 def quantile_s(slices: Sequence[Slice], q: float) -> float:
     """A quantile of the time to the first token."""
@@ -272,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
         about = {key: getattr(args, key) for key in ("seconds", "rounds", "rate", "seed", "scheduling_policy")}
         written = results.write(args.name, found, {"about": about, "attacks": raw(made)}, folder=args.out)
         print(f"written: {written.name}")
-    return 1 if any(each.ratio > MOST or each.refused for each in made) else 0
+    return int(any(each.starves_bystander for each in made))
 
 
 def files(folder: Path, keys: Mapping[str, str]) -> dict[str, Any]:

@@ -5,8 +5,8 @@
 
 Requests of `workloads` come one after the other to one replica: the real scheduler and its tree, without a model. Both
 caches hold as many tokens. A checkpoint takes the memory of `ROW_TOKENS` tokens of KV, and all together that of the KV
-cache, which is the default (`worker/executor/kv_cache.py`). Answers are in the full cache, and in the other one not:
-a little less than it has, since long answers get checkpoints too.
+cache, which is the default (`worker/executor/memory_budget.py`). Answers are in the full cache, and in the other one
+not: a little less than it has, since long answers get checkpoints too.
 
 With `--windows`, the other caches are those of models with pages of windows, by the names of
 `bench.replica.dummy_models`. They have the memory in which all layers keep `--kv-tokens` tokens, and hold more. `full`
@@ -29,7 +29,7 @@ from bench.results import Figure
 from bench.results import write as write_result
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
-from worker.executor.kv_cache import KVBudget, token_bytes
+from worker.executor.memory_budget import KVBudget, token_bytes
 from worker.kv_layout import KVGroup, KVLayout
 from worker.messages import Generate, Output, SamplingParams
 from worker.models.config import decoder_config, read_config

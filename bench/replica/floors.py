@@ -36,7 +36,7 @@ from bench.replica import dummy_models
 from bench.replica.offline_workloads import JOBS, Job
 from pipeline.roofline import DEVICES, DeviceSpec, LayerSpec
 from shoal.help import Parser
-from worker.executor.kv_cache import row_bytes
+from worker.executor.memory_budget import row_bytes
 from worker.models.config import DecoderConfig, decoder_config, read_config
 from worker.models.layer_specs import layer_specs
 from worker.models.parameters import parameter_shapes

@@ -19,7 +19,7 @@ from bench.results import Figure
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore, predicts
 from worker.engine.engine import Components, Engine, load_components
-from worker.executor import kv_cache
+from worker.executor import memory_budget
 from worker.executor.executor import ForwardOutput
 from worker.executor.gpu_defaults import with_gpu_defaults
 from worker.executor.launch import open_executor
@@ -76,7 +76,7 @@ def again(
     executor = parts.executor
     whole = executor.layout, executor.context_length
     first, *others = whole[0].groups
-    first = replace(first, num_units=kv_cache.num_pages(config.kv_tokens, executor.page_size))
+    first = replace(first, num_units=memory_budget.num_pages(config.kv_tokens, executor.page_size))
     executor.layout = replace(whole[0], groups=(first, *others))
     executor.context_length = min(executor.context_length, config.context_length or executor.context_length)
     sampler = Sampler(config.max_running, executor.vocab_size, executor.device, executor.last_tokens)

@@ -131,6 +131,18 @@ def test_a_rotation_that_is_not_read_is_refused(kept: str, tmp_path: Path) -> No
         convert(tmp_path / "tiny.gguf", tmp_path / "none", lambda line: None, kept)
 
 
+def test_a_part_of_heads_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    """transformers takes the part of a StableLM that rotates for a quarter."""
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "stablelm")
+    writer.add_block_count(1)
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    writer.add_rope_dimension_count(8)
+    finish(writer)
+    with pytest.raises(ValueError, match=r"tiny\.gguf .*\bstablelm\b.*\b8 dimensions"):
+        convert(tmp_path / "tiny.gguf", tmp_path / "none", lambda line: None, "nothing")
+
+
 def test_a_file_that_is_gone_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
     for file in folders[0].iterdir():
         if file.name != FILE:

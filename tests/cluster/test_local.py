@@ -20,7 +20,7 @@ from cluster import local
 from cluster.config import Config, DeploymentConfig, load
 from cluster.log_lines import LineFormatter, LogFormat
 from router.http.listener import bind
-from worker.executor import kv_cache
+from worker.executor import memory_budget
 
 
 def one(config: Config) -> DeploymentConfig:
@@ -71,10 +71,10 @@ def test_the_default_fits_the_memory_that_the_readme_asks_for(monkeypatch: pytes
     system, started, working = 0.5e9, 3.35e9, 0.5e9
     (promised_gb,) = re.findall(r"(\d+) GB of memory", (Path(__file__).parents[2] / "README.md").read_text())
     promised = int(promised_gb) * 1e9
-    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: int(promised - system))  # nothing is started
+    monkeypatch.setattr(memory_budget, "available_memory_bytes", lambda: int(promised - system))  # nothing is started
     config = one(local.share_memory(load(overrides={"device": "cpu"})))
     token_bytes = 2 * 30 * 3 * 64 * 4  # SmolLM2's layers, KV heads and head dimension, in float32
-    caches = config.replicas * kv_cache.cpu_tokens(token_bytes, config.kv_memory_fraction) * token_bytes
+    caches = config.replicas * memory_budget.cpu_tokens(token_bytes, config.kv_memory_fraction) * token_bytes
     assert system + started + working + caches <= promised
 
 

@@ -120,8 +120,8 @@ FAULTS = [
     Fault(
         "new-client-inherits-a-counter",
         "worker/scheduler/fair_share.py",
-        "self.values[index], self.to_come[index] = value, 0.0\n",
-        "self.to_come[index] = 0.0\n",
+        "self.values[index], self.to_come[index], self.lately[index] = value, 0.0, 0.0\n",
+        "self.to_come[index], self.lately[index] = 0.0, 0.0\n",
         SCHEDULER,
     ),
     Fault(

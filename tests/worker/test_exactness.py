@@ -18,7 +18,7 @@ from tests.worker.engines import checked_engines
 from tests.worker.pipelines import pipeline
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Finished, load_components
-from worker.executor import model_runner
+from worker.executor import loading, model_runner
 from worker.messages import Generate, Grammar, SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -43,11 +43,9 @@ def expected(reference: Reference) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def weights() -> Iterator[None]:
     """The weights are read once, not for each engine."""
-    read = lru_cache(maxsize=1)(model_runner.load_weights)
+    read = lru_cache(maxsize=1)(loading.load_weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            model_runner, "load_weights", lambda *arguments: dict(read(*arguments))
-        )  # a decoder empties its own
+        patch.setattr(loading, "load_weights", lambda *arguments: dict(read(*arguments)))  # a decoder empties its own
         yield
 
 
@@ -59,7 +57,7 @@ def engine(folder: Path, weights: None) -> Iterator:
 
 
 def no_grammars(model_dir: Path, config: WorkerConfig) -> Components:
-    return without_grammars(model_dir, config, model_runner.ModelRunner(model_dir, config))
+    return without_grammars(model_dir, config, model_runner.ModelRunner.load(model_dir, config))
 
 
 def tokens(finished: list[Finished]) -> list[list[int]]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from pipeline.padding import UNPADDED, PaddedSizes
 from pipeline.shape import BatchShape
-from worker.drafts.acceptance import Acceptance
+from worker.drafts.acceptance_rates import Acceptance
 from worker.drafts.drafter import Draftable, Drafter
 from worker.messages import ReplicaLoad
 from worker.structured_output import GrammarState

@@ -2,7 +2,7 @@
 
 It runs in the leading rank's process, whole, on that rank's device. Its KV cache has as many pages as the other, and a
 token's KV lies in the page of the same number in both. So one allocation of pages serves both, and their number is set
-with the bytes of both (`kv_cache.DraftBytes`).
+with the bytes of both (`memory_budget.DraftBytes`).
 """
 
 import time
@@ -46,7 +46,7 @@ class DraftModel:
         own |= {"window_kv_tokens": 0, "lora_modules": {}, "max_loras": 0}
         self.config = config.model_copy(update=own)
         try:
-            self._runner = ModelRunner(model, self.config)
+            self._runner = ModelRunner.load(model, self.config)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"draft_model {model} and its KV cache of {capacity} tokens do not fit into the GPU's memory: lower "

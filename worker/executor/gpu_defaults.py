@@ -12,7 +12,7 @@ import torch
 from kernels.linear.fp8_linear import CAPABILITY
 from pipeline.roofline import DEVICES, make_stages
 from worker.config import AUTO_DTYPES, WorkerConfig
-from worker.executor.kv_cache import GPU_MEMORY_FRACTION, row_bytes
+from worker.executor.memory_budget import GPU_MEMORY_FRACTION, row_bytes
 from worker.models.config import DecoderConfig, decoder_config, in_memory, read_config
 from worker.models.layer_specs import roofline_model
 from worker.models.sharding import Shard

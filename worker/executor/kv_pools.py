@@ -7,16 +7,33 @@ a batch to a CUDA graph's size. The rows after it are checkpoints: copies of sta
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from kernels.attention.interface import AttentionBackend, AttentionShape, GraphAttention
+from kernels.attention.interface import AttentionBackend, AttentionBatch, AttentionShape, GraphAttention
 from kernels.attention.window_pages import WindowPagesAttention, WindowPagesGraphAttention, of_windows
-from kernels.recurrent.states import RecurrentStates
+from kernels.recurrent.states import RecurrentStates, StateBatch
 from kernels.recurrent.torch_states import TorchStates
-from worker.executor.kv_cache import num_slot_rows
+from worker.executor.memory_budget import num_slot_rows
 from worker.kv_layout import KVLayout
 from worker.models.config import DecoderConfig
+
+
+class Pools(NamedTuple):
+    """The tensors of a cache. `attention`: the pages of all groups, and what reads and writes them. `states`: the rows
+    of recurrent layers, if the model has any."""
+
+    attention: AttentionBackend
+    states: RecurrentStates | None
+
+    def plan(self, batch: AttentionBatch, copies: np.ndarray | None = None) -> None:
+        """Prepares the next step. `copies`: as `StateBatch.copies`, none by default."""
+        self.attention.plan(batch)
+        if self.states is not None:
+            own = () if copies is None else (copies,)
+            self.states.plan(StateBatch(batch.rows, batch.starts, batch.lengths, *own))
 
 
 def allocate(

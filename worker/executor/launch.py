@@ -38,7 +38,7 @@ def open_executor(
     if progress is None and sys.stderr.isatty():
         progress = _show
     if config.num_ranks == 1:
-        return ModelRunner(model, config, progress, gemm_folder=gemm_folder)
+        return ModelRunner.load(model, config, progress, gemm_folder=gemm_folder)
     return launch(model, config, progress, share_gpus)
 
 

@@ -137,7 +137,7 @@ class MultiRankExecutor(Executor):
         try:
             self.stage = PipelineStage.join(store, self._rank, config.tp, config.pp, _own_device(config, self._rank))
             self._leaving.callback(self.stage.close)
-            self.runner = ModelRunner(model, config, progress, self.stage, gemm_folder)
+            self.runner = ModelRunner.load(model, config, progress, self.stage, gemm_folder)
             self._leaving.callback(self.runner.close)
             for rank, follower in self._followers.items():
                 if not follower.poll(int(CONNECT_S * 1000), zmq.POLLOUT):  # it may have connected only now
@@ -354,7 +354,7 @@ class Follower:
             self._leaving.callback(self._stage.close)
             self._plans.connect(store.get(f"plans/{rank}").decode())
             self._times.connect(store.get(_TIMES).decode())
-            self._runner = ModelRunner(model, config, progress, self._stage, gemm_folder)
+            self._runner = ModelRunner.load(model, config, progress, self._stage, gemm_folder)
             self._leaving.callback(self._runner.close)
         except BaseException as error:
             reason = _tell(self._store, self._rank, error)

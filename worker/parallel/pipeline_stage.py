@@ -146,6 +146,11 @@ class PipelineStage:
     def is_last(self) -> bool:
         return self.index == self.count - 1
 
+    @property
+    def samples(self) -> bool:
+        """Whether this is the replica's leading rank, which samples."""
+        return self.is_last and self.communicator.rank == 0
+
     def expect(self, rows: int, columns: int, dtype: torch.dtype) -> None:
         """Announces a matrix `[rows, columns]` that the stage before is going to send."""
         assert self.before is not None

@@ -17,12 +17,12 @@ import torch
 from kernels.host_device import PinnedBuffer, PinnedRing, all_to_device
 from worker.messages import Failure, SamplingParams
 from worker.sampling import topk_topp
-from worker.sampling.draft_rows import DraftRows
 from worker.sampling.logits_processors import apply_logits_adjustments
 from worker.sampling.logprobs import PendingLogprobs
 from worker.sampling.sampling_metadata import SamplingMetadata, SamplingNeeds, SlotState, append_tokens
 from worker.sampling.token_bitmask import TokenBitmask
 from worker.sampling.topk_topp_cpu import draw, uniform
+from worker.sampling.verify_drafts import DraftRows
 from worker.step import PROMPT_LOGIT_ROWS, SampledTokens
 from worker.structured_output import GrammarError, GrammarState, GrammarThreads, apply_bitmask
 

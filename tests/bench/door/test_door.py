@@ -130,7 +130,9 @@ def test_a_hundredth_of_the_answers_makes_a_ratio() -> None:
     controls = [alongside("neighbour", *[0.1] * 99), alongside("neighbour", *[0.1] * 101)]
     few, some = ([alongside("too_large", *[0.1] * (200 - late), *[9.0] * late)] for late in (1, 2))
     assert AttackRuns("too_large", controls, few).ratio == pytest.approx(1)
+    assert not AttackRuns("too_large", controls, few).starves_bystander
     assert AttackRuns("too_large", controls, some).ratio == pytest.approx(90)
+    assert AttackRuns("too_large", controls, some).starves_bystander
 
 
 def test_an_answer_that_never_comes_counts_as_long_as_it_was_waited_for(
@@ -187,9 +189,3 @@ def test_announced_bodies_refuse_nobody(tmp_path: Path) -> None:
         "door.bystander.ttft_p99.vs_neighbour.announced_bodies",
         "door.bystander.refusals",
     }
-
-
-@pytest.mark.bench
-def test_a_server_that_is_not_fair_starves_the_bystander(tmp_path: Path) -> None:
-    code, figures, said = run(tmp_path, "--attacks", "long_outputs", "--scheduling-policy", "fcfs")
-    assert code == 1 and figures["door.bystander.ttft_p99.vs_neighbour.long_outputs"] > 2, said

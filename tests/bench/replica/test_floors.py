@@ -11,7 +11,7 @@ from bench.replica import dummy_models, floors
 from bench.replica.offline_workloads import JOBS, bs1, mini
 from bench.targets import TARGETS
 from pipeline.roofline import DEVICES
-from worker.executor.kv_cache import row_bytes
+from worker.executor.memory_budget import row_bytes
 
 WITH_FLOORS = ("llama-8b", "gpt-oss-20b", "gemma3-12b", "qwen3-30b-a3b", "qwen3-next-cut")
 

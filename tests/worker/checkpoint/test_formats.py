@@ -149,7 +149,7 @@ def logits(folder: Path, **settings: object) -> torch.Tensor:
     config = WorkerConfig.model_validate({"device": "cpu", "dtype": "float32", "kv_tokens": 64, **settings})
 
     def forward(group: Communicator | None = None) -> torch.Tensor:
-        return ModelRunner(folder, config, stage=PipelineStage.only(group)).forward(plan).logits
+        return ModelRunner.load(folder, config, stage=PipelineStage.only(group)).forward(plan).logits
 
     return forward() if config.tp == 1 else together(config.tp, forward)[0]
 

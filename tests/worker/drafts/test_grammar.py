@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from worker.drafts.acceptance import Acceptance
+from worker.drafts.acceptance_rates import Acceptance
 from worker.drafts.canonical import CanonicalTokenizer
 from worker.drafts.grammar import GrammarDrafter
 from worker.messages import Grammar

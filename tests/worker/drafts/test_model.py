@@ -25,7 +25,7 @@ from worker.drafts.model import ModelDrafter
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components, Engine, Finished, load_components
 from worker.executor.draft_model import DraftModel
-from worker.executor.kv_cache import DraftBytes, token_bytes
+from worker.executor.memory_budget import DraftBytes, token_bytes
 from worker.messages import Generate, Output
 from worker.models.draft_vocabulary import check_draft_model
 from worker.step import PENDING, Plan
@@ -339,7 +339,7 @@ def test_on_two_ranks(folders: tuple[Path, Path], plain: list[Finished]) -> None
 
 
 def test_memory_is_counted(folders: tuple[Path, Path], monkeypatch) -> None:
-    monkeypatch.setattr("worker.executor.kv_cache.available_memory_bytes", lambda: 1 << 22)
+    monkeypatch.setattr("worker.executor.memory_budget.available_memory_bytes", lambda: 1 << 22)
     tokens = []
     for draft in (None, folders[1]):
         settings = {"device": "cpu", "dtype": "float32", "speculation": "auto", "draft_model": draft and str(draft)}
@@ -351,7 +351,7 @@ def test_memory_is_counted(folders: tuple[Path, Path], monkeypatch) -> None:
     assert own.per_token == token_bytes(config, dtype)  # of the same shape
     assert own.fixed == pytest.approx(weights, rel=0.01)
     assert tokens[1] == pytest.approx(tokens[0] / 2 * (1 - weights / (1 << 22)), abs=16)
-    monkeypatch.setattr("worker.executor.kv_cache.available_memory_bytes", lambda: own.fixed)
+    monkeypatch.setattr("worker.executor.memory_budget.available_memory_bytes", lambda: own.fixed)
     with pytest.raises(ValueError, match=r"\b0 tokens .*draft_model .*draft\b"):
         Engine(folders[0], WorkerConfig.model_validate(settings))
 

@@ -46,7 +46,7 @@ def case(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 
 
 def load(model: Path, config: WorkerConfig):
-    return without_grammars(model, config, ModelRunner(model, config))
+    return without_grammars(model, config, ModelRunner.load(model, config))
 
 
 def tokens(engine: Engine, case: Case, **how: object) -> list[list[int]]:

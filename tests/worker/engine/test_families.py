@@ -30,7 +30,7 @@ def test_cold_warm_and_preempted(name: str, tiny_model: Callable[[str], Path], c
     wanted = expected(folder)
 
     def load(model: Path, config):
-        return without_grammars(model, config, ModelRunner(model, config))
+        return without_grammars(model, config, ModelRunner.load(model, config))
 
     with checked_engines(folder, page_size=4) as make:
         one = make(load, kv_tokens=512, overlap=True)
@@ -57,7 +57,7 @@ def test_states_go_on_from_chunk_to_chunk(name: str, tiny_model: Callable[[str],
     longer = [[*prompt, *output] for prompt, output in zip(asked, wanted, strict=True)]
     with checked_engines(folder, page_size=4, kv_tokens=512) as make:
         one = make(
-            lambda model, config: without_grammars(model, config, ModelRunner(model, config)),
+            lambda model, config: without_grammars(model, config, ModelRunner.load(model, config)),
             token_budget=5,
             state_checkpoints=state_checkpoints,
             checkpoint_interval=8,
@@ -75,7 +75,7 @@ def test_states_go_on_from_chunk_to_chunk(name: str, tiny_model: Callable[[str],
 def test_drafts_are_refused(name: str, tiny_model: Callable[[str], Path]) -> None:
     config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=512, speculation="auto")
     with pytest.raises(ValueError, match="speculation is auto"):
-        ModelRunner(tiny_model(name), config)
+        ModelRunner.load(tiny_model(name), config)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_text_part_of_a_checkpoint_with_images(
     tied = text.get("tie_word_embeddings", True)
     whole = {"model_type": model_type, "text_config": text, "vision_config": {}, "tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    assert_same(generated(ModelRunner(tmp_path, settings()), batch()[:3]), answers(folder)[:3])
+    assert_same(generated(ModelRunner.load(tmp_path, settings()), batch()[:3]), answers(folder)[:3])
 
 
 _BLOCKS = {
@@ -167,7 +167,7 @@ def test_the_text_part_of_what_transformers_computes_whole(name: str, tmp_path: 
 
 def _logits(folder: Path, tokens: list[int]) -> torch.Tensor:
     """Those of all tokens, in chunks of 7."""
-    sequences = Sequences(ModelRunner(folder, WorkerConfig(device="cpu", dtype="float32", kv_tokens=512)))
+    sequences = Sequences(ModelRunner.load(folder, WorkerConfig(device="cpu", dtype="float32", kv_tokens=512)))
     sequences.add(0, tokens)
     while sequences.computed[0] < len(tokens):
         sequences.advance({0: 7})

@@ -450,7 +450,7 @@ def test_one_that_fails_where_the_leading_rank_has_no_link_to(
     forward, broken = ModelRunner.forward, []
 
     def fail(runner: ModelRunner, plan: Plan) -> ForwardOutput:
-        if broken and (runner.stage.index, runner.communicator.rank) == (0, 1):
+        if broken and (runner.stage.index, runner.stage.communicator.rank) == (0, 1):
             raise MemoryError("no more")
         return forward(runner, plan)
 

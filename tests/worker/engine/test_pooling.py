@@ -62,7 +62,7 @@ def states(folder: Path, prompts: list[list[int]]) -> list[np.ndarray]:
 @pytest.fixture
 def engine(folder: Path) -> Iterator[Callable[..., Engine]]:
     def load(model_dir: Path, config: WorkerConfig) -> Components:
-        return without_grammars(model_dir, config, ModelRunner(model_dir, config))
+        return without_grammars(model_dir, config, ModelRunner.load(model_dir, config))
 
     with checked_engines(folder, kv_tokens=2048) as make:
         yield partial(make, load)

@@ -35,7 +35,7 @@ class SmallCheater(Cheater):
 
 
 def load(model: Path, config: WorkerConfig) -> Components:
-    return without_grammars(model, config, ModelRunner(model, config))
+    return without_grammars(model, config, ModelRunner.load(model, config))
 
 
 def window_of(executor: Executor) -> tuple[int, int, bool] | None:
@@ -118,8 +118,8 @@ def test_a_stage_of_one_kind_of_layers(tiny_model: Callable[[str], Path]) -> Non
 def test_chunks_that_are_no_whole_pages_are_refused(tiny_model: Callable[[str], Path]) -> None:
     config = {"device": "cpu", "dtype": "float32", "kv_tokens": 240, "page_size": 6}
     with pytest.raises(ValueError, match=r"page_size 6 .*\b16\b"):
-        ModelRunner(tiny_model("llama4_moe"), WorkerConfig.model_validate(config))
-    one = ModelRunner(tiny_model("llama4_moe"), WorkerConfig.model_validate(config | {"context_length": 16}))
+        ModelRunner.load(tiny_model("llama4_moe"), WorkerConfig.model_validate(config))
+    one = ModelRunner.load(tiny_model("llama4_moe"), WorkerConfig.model_validate(config | {"context_length": 16}))
     assert window_of(one) is None and not one.model_config.in_chunks, "no sequence leaves its first chunk"
 
 
@@ -127,7 +127,7 @@ def test_settings(tiny_model: Callable[[str], Path]) -> None:
     config = {"device": "cpu", "dtype": "float32", "kv_tokens": 160, "page_size": 4, "token_budget": 16}
 
     def window(**settings: object) -> object:
-        return window_of(ModelRunner(tiny_model("gemma3"), WorkerConfig.model_validate(config | settings)))
+        return window_of(ModelRunner.load(tiny_model("gemma3"), WorkerConfig.model_validate(config | settings)))
 
     assert window() == (4 + 9, 9, False) != window(token_budget=64) == (16 + 9, 9, False), (
         "a chunk, and what one sequence needs"

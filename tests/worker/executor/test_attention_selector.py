@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention.interface import AttentionShape, LatentHeads
 from worker.config import WorkerConfig
-from worker.executor import model_runner
+from worker.executor import loading, model_runner
 from worker.executor.attention_selector import AttentionChoice, choose_attention
 
 PLAIN = AttentionShape(8, 2, 64, 0.125, (None,))
@@ -77,10 +77,10 @@ def test_without_a_gpu_nobody_misses_flashinfer() -> None:
 def test_a_replica_says_once_that_its_attention_could_be_faster(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(model_runner, "choose_attention", lambda *of: AttentionChoice("torch", "FlashInfer is missing"))
+    monkeypatch.setattr(loading, "choose_attention", lambda *of: AttentionChoice("torch", "FlashInfer is missing"))
     config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=64)
     with caplog.at_level(logging.WARNING):
-        made = model_runner.ModelRunner(tiny_model("llama"), config)
+        made = model_runner.ModelRunner.load(tiny_model("llama"), config)
     made.close()
     assert [record.message for record in caplog.records] == ["FlashInfer is missing"]
     assert made.attention_choice.problem == "FlashInfer is missing"

@@ -3,9 +3,11 @@ captured and replayed. Without one they are computed again from the same arrays,
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,8 +23,10 @@ from tests.worker.conftest import make_tiny, without_grammars
 from tests.worker.engines import clock
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine
+from worker.executor import model_runner
 from worker.executor.cuda_graphs import CudaGraphRunner, GraphKind, Progress
-from worker.executor.kv_pools import build_attention
+from worker.executor.kv_pools import Pools, build_attention
+from worker.executor.loading import LoadedModel, load_model, probe_step
 from worker.executor.model_runner import ModelRunner
 from worker.executor.multi_rank import Follower, MultiRankExecutor
 from worker.executor.piecewise_graphs import PiecewiseGraphs
@@ -38,8 +42,11 @@ Ran = list[tuple[GraphKind, int, bool]]
 
 
 @pytest.fixture(params=[INTERPRETER, pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    """On `cuda` graphs are captured and replayed."""
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """On `cuda` graphs are captured and replayed. On `cpu` every model that is loaded has what it has on a GPU, but for
+    the capture."""
+    if request.param == "cpu":
+        monkeypatch.setattr(model_runner, "load_model", uncaptured)
     return request.param
 
 
@@ -85,30 +92,31 @@ def noted(graphs: CudaGraphRunner) -> Ran:
     return ran
 
 
-def uncaptured(runner: ModelRunner, config: WorkerConfig) -> Ran:
-    """Gives a runner on a CPU what it has on a GPU, but for the capture."""
+def uncaptured(folder: Path, config: WorkerConfig, *rest: Any) -> LoadedModel:
+    """As `load_model`."""
     from kernels.attention.triton_backend import TritonAttention
     from tests.interpreter import hasten
 
     hasten()
-    pools, max_pages = iter(runner._attention.pools), MAX_RUNNING * runner._tables.rows.shape[2]
+    loaded = load_model(folder, config, *rest)
+    pools, max_pages = iter(loaded.pools.attention.pools), MAX_RUNNING * loaded.tables.rows.shape[2]
 
     def make(shape: AttentionShape, *_: object) -> TritonAttention:
         layers, _, pages, *rest = next(pools).kv.shape
         kv = torch.empty(layers, 2, pages + 1, *rest)
         return TritonAttention(kv, shape, MAX_RUNNING, max_pages, max(MAX_RUNNING, config.token_budget))
 
-    shape = runner.model_config.attention_shape
-    runner._attention = build_attention(shape, runner.layout, None, make)
-    logits = torch.empty(MAX_RUNNING, runner.vocab_size if runner.stage.is_last else 0)
-    shared = runner.decoder, runner._attention, runner.last_tokens, logits
-    if (states := runner._states) is not None:
+    attention, states = build_attention(loaded.config.attention_shape, loaded.layout, None, make), loaded.pools.states
+    if states is not None:
         from kernels.recurrent.triton_states import TritonStates
 
-        runner._states = TritonStates(states.recurrent.fill_(float("nan")), states.inputs, states.shape)
-    runner._graphs = Uncaptured(*shared, config.token_budget, runner._begin, runner._states)
-    runner._graphs.capture(runner._tables.rows[0])
-    return noted(runner._graphs)
+        states = TritonStates(states.recurrent.fill_(float("nan")), states.inputs, states.shape)
+    forward_pass = loaded.forward_pass
+    logits = torch.empty(MAX_RUNNING, loaded.config.vocab_size if forward_pass.stage.is_last else 0)
+    shared = forward_pass.decoder, attention, forward_pass.last_tokens, logits
+    graphs = Uncaptured(*shared, config.token_budget, forward_pass.begin, states)
+    graphs.capture(loaded.tables.rows[0])
+    return replace(loaded, pools=Pools(attention, states), graphs=graphs)
 
 
 @pytest.fixture
@@ -125,8 +133,8 @@ def triton_engine(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         config = configured(device, **settings)
         engines.append(engine := Engine(folder, config, load=no_grammars, clock=clock()))
         runner = engine.executor
-        ran = uncaptured(runner, config) if device == "cpu" else noted(runner._graphs)
-        for pool in runner._attention.pools:
+        ran = noted(runner._graphs)
+        for pool in runner._pools.attention.pools:
             pool.kv.fill_(float("nan"))
         return engine, ran
 
@@ -136,7 +144,7 @@ def triton_engine(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 def no_grammars(folder: Path, config: WorkerConfig) -> Components:
-    return without_grammars(folder, config, ModelRunner(folder, config))
+    return without_grammars(folder, config, ModelRunner.load(folder, config))
 
 
 def configured(device: str, **settings) -> WorkerConfig:
@@ -249,7 +257,7 @@ def test_pipeline(device: str, tiny_model: Callable[[str], Path], monkeypatch: p
 
     def follow(rank: int) -> Ran:
         follower = Follower(folder, config, rank, find_store(meeting))
-        ran = uncaptured(follower._runner, config)
+        ran = noted(follower._runner._graphs)
         follower.run()
         return ran
 
@@ -259,7 +267,7 @@ def test_pipeline(device: str, tiny_model: Callable[[str], Path], monkeypatch: p
     with ThreadPoolExecutor(2) as threads:
         followers = [threads.submit(follow, rank) for rank in (0, 1)]
         engine = Engine(folder, config, load=load)
-        ran = [uncaptured(engine.executor.runner, config)]
+        ran = [noted(engine.executor.runner._graphs)]
         check(folder, engine, prompts(3, 2, 19, 5, 9))
         engine.close()
         ran += [follower.result(60) for follower in followers]
@@ -298,11 +306,12 @@ def test_pieces(name: str, two_layers: Callable[[str], Path], triton_engine, pie
     engine, _ = triton_engine(folder, token_budget=24, overlap=True)
     runner = engine.executor
     runner.decoder.build_rope_tables(runner.context_length)
-    runner._graphs, runner._piecewise_graphs = None, noted_pieces(runner.decoder, runner._attention, 16)
+    runner._graphs, attention = None, runner._pools.attention
+    runner._forward_pass.pieces = noted_pieces(runner.decoder, attention, 16)
     if runner.device.type == "cuda":
         check(folder, engine, prompts(6))  # without graphs: what is compiled now is not compiled in a capture
         engine.reset_cache()
-    runner._piecewise_graphs.capture(sizes := mixed_sizes(4, 16))
+    runner._forward_pass.pieces.capture(sizes := mixed_sizes(4, 16))
     # The longest step is longer than all pieces.
     check(folder, engine, prompts(21, 3, 9, 1, 14), times=2)
     assert {5, 8} <= ran <= set(sizes)
@@ -318,10 +327,11 @@ def test_pieces_with_adapters(two_layers: Callable[[str], Path], triton_engine, 
     engine, _ = triton_engine(folder, token_budget=24, overlap=True, max_loras=2)
     runner = engine.executor
     runner.decoder.build_rope_tables(runner.context_length)
-    adapted = runner._adapters.adapted
+    adapted = runner._forward_pass.adapters.adapted
     adapted.layers = [adapted._adapted(*numbered) for numbered in enumerate(runner.decoder.layers)]  # with the tables
-    runner._graphs, runner._adapted_pieces = None, noted_pieces(runner.decoder, runner._attention, 16, adapted)
-    runner._adapted_pieces.capture(sizes := mixed_sizes(4, 16))
+    runner._graphs, attention = None, runner._pools.attention
+    runner._forward_pass.adapted_pieces = noted_pieces(runner.decoder, attention, 16, adapted)
+    runner._forward_pass.adapted_pieces.capture(sizes := mixed_sizes(4, 16))
     batch = [prompt for prompt in prompts(21, 3, 9) for _ in models]
     said = engine.generate(batch, GREEDY, adapters=adapters * 3)
     wanted = [greedy(model, batch[index :: len(models)]) for index, model in enumerate(models)]
@@ -339,8 +349,9 @@ def test_pieces_are_kept_if_faster(
     runner.decoder.build_rope_tables(runner.context_length)
     monkeypatch.setattr(noted_pieces, "_seconds", lambda _, step: (step(), next(left))[1])
     sizes = mixed_sizes(4, 64)
+    probe = partial(probe_step, layout=runner.layout, longest=runner.context_length, device=runner.device)
     with torch.inference_mode():
-        kept = noted_pieces.if_faster(runner.decoder, runner._attention, sizes, runner._probe)
+        kept = noted_pieces.if_faster(runner.decoder, runner._pools.attention, sizes, probe)
     assert next(left, None) is None, "no more is tried than what gains, and what does not"
     if most:
         assert kept.max_tokens == most and sorted(kept._graphs) == [size for size in sizes if size <= most]

@@ -5,7 +5,7 @@ import torch
 from transformers import BambaConfig, Lfm2Config, Lfm3Config, LlamaConfig
 
 from worker.config import WorkerConfig
-from worker.executor.kv_cache import KVBudget, row_bytes, token_bytes
+from worker.executor.memory_budget import KVBudget, row_bytes, token_bytes
 from worker.kv_layout import KVGroup, KVLayout
 from worker.models.config import DecoderConfig, HfConfig, decoder_config
 from worker.models.sharding import Shard

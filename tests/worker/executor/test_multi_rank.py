@@ -50,7 +50,7 @@ def test_every_architecture(name: str, size: int, tiny_model: Callable[[str], Pa
     """Two ranks of each are in `tests/worker/parallel/test_custom_all_reduce.py`."""
     folder, config = tiny_model(name), settings(tp=size)
     ranks = together(
-        size, lambda group: generated(ModelRunner(folder, config, stage=PipelineStage.only(group)), batch()[:3])
+        size, lambda group: generated(ModelRunner.load(folder, config, stage=PipelineStage.only(group)), batch()[:3])
     )
     for got in ranks:
         assert_same(got, answers(folder)[:3], 1e-3 if name in DELTA_NETS else 1e-4)
@@ -65,7 +65,7 @@ def test_whole_experts_on_each_rank(name: str, tiny_model: Callable[[str], Path]
     folder = tiny_model(name)
 
     def work(group: Communicator) -> tuple[list[Answer], ModelRunner]:
-        runner = ModelRunner(folder, settings(tp=2, enable_expert_parallel=True), stage=PipelineStage.only(group))
+        runner = ModelRunner.load(folder, settings(tp=2, enable_expert_parallel=True), stage=PipelineStage.only(group))
         return generated(runner, batch()[:3]), runner
 
     ranks = together(2, work)
@@ -113,7 +113,8 @@ def test_many_tokens_in_two_halves(
     beside = Communicator.all_reduce_async
     monkeypatch.setattr(Communicator, "all_reduce_async", lambda group, x: (sums.append(len(x)), beside(group, x))[1])
     ranks = together(
-        2, lambda group: generated(ModelRunner(folder, settings(tp=2), stage=PipelineStage.only(group)), batch()[:4])
+        2,
+        lambda group: generated(ModelRunner.load(folder, settings(tp=2), stage=PipelineStage.only(group)), batch()[:4]),
     )
     for got in ranks:
         assert_same(got, answers(folder)[:4])
@@ -126,10 +127,10 @@ def test_all_ranks_have_the_pages_of_the_poorest(
 ) -> None:
     has = iter([640, 320, 480])
     monkeypatch.setattr(
-        "worker.executor.kv_cache.cpu_tokens", lambda bytes_per_token, fraction, reserved_bytes: next(has)
+        "worker.executor.memory_budget.cpu_tokens", lambda bytes_per_token, fraction, reserved_bytes: next(has)
     )
     folder, config = tiny_model("llama"), settings(tp=3, kv_tokens=None)
-    pages = together(3, lambda group: ModelRunner(folder, config, stage=PipelineStage.only(group)).num_pages)
+    pages = together(3, lambda group: ModelRunner.load(folder, config, stage=PipelineStage.only(group)).num_pages)
     assert pages == [20, 20, 20]
 
 
@@ -242,7 +243,7 @@ def test_graphs_go_before_the_communicators_that_they_use(
     leader.forward(plan(0))  # so the follower is there
     assert one.follower is not None
     for runner in (leader.runner, one.follower._runner):
-        graphs = SimpleNamespace(close=lambda rank=runner.communicator.rank: gone.append(f"graphs {rank}"))
+        graphs = SimpleNamespace(close=lambda rank=runner.stage.communicator.rank: gone.append(f"graphs {rank}"))
         monkeypatch.setattr(runner, "_graphs", graphs)
     leader.close()
     one.ended.result(ENDS_S)

@@ -18,7 +18,8 @@ from tests.worker.conftest import COMMON, together
 from worker.checkpoint import safetensors_files
 from worker.config import WorkerConfig
 from worker.executor import weight_loader
-from worker.executor.model_runner import ModelRunner, resolve_device
+from worker.executor.gpu_defaults import resolve_device
+from worker.executor.model_runner import ModelRunner
 from worker.executor.weight_loader import load_weights
 from worker.models.config import decoder_config, read_config
 from worker.models.parameters import parameter_shapes
@@ -218,7 +219,7 @@ def test_what_is_not_supported_with_experts_is_refused(tiny_model: Callable[[str
 def test_random_weights_need_a_configuration_only(bare: Path) -> None:
     def logits(group: Communicator | None = None, **config: object) -> torch.Tensor:
         settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 128, "load_format": "dummy", **config}
-        runner = ModelRunner(bare, WorkerConfig.model_validate(settings), stage=PipelineStage.only(group))
+        runner = ModelRunner.load(bare, WorkerConfig.model_validate(settings), stage=PipelineStage.only(group))
         return runner.forward(Plan.from_chunks(0, [Chunk(0, 0, list(range(40, 80)), 0, [2, 0, 5], 40)])).logits
 
     alone = logits()
@@ -330,10 +331,10 @@ def test_a_model_in_8_bits(name: str, tiny_model: Callable[[str], Path], monkeyp
         own = {"device": "cpu", "dtype": "float32", "kv_tokens": 64, "window_kv_tokens": 0, **settings}
         config = WorkerConfig.model_validate(own)
         if config.tp == 1:
-            return ModelRunner(tiny_model(name), config).forward(plan).logits
+            return ModelRunner.load(tiny_model(name), config).forward(plan).logits
 
         def forward(group: Communicator) -> torch.Tensor:
-            return ModelRunner(tiny_model(name), config, stage=PipelineStage.only(group)).forward(plan).logits
+            return ModelRunner.load(tiny_model(name), config, stage=PipelineStage.only(group)).forward(plan).logits
 
         return together(config.tp, forward)[0]
 

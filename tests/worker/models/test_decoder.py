@@ -39,7 +39,7 @@ def prompts(lengths: tuple[int, ...], vocab_size: int) -> list[list[int]]:
 @pytest.mark.slow
 def test_same_as_transformers(name: str, chunk: int, page_size: int, tiny_model: Callable[[str], Path]) -> None:
     folder = tiny_model(name)
-    sequences = Sequences(ModelRunner(folder, settings(page_size=page_size)))
+    sequences = Sequences(ModelRunner.load(folder, settings(page_size=page_size)))
     # Token by token, no prompt much longer than windows and chunks of attention.
     chosen = (0, 1, 2, 3) if chunk > 1 else (0, 1, 2)
     wanted = [answers(folder)[i] for i in chosen]
@@ -58,7 +58,7 @@ def test_same_as_transformers(name: str, chunk: int, page_size: int, tiny_model:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4"])
 def test_logits_do_not_depend_on_how_many_are_wanted(name: str, tiny_model: Callable[[str], Path]) -> None:
     """The last layer computes what is wanted only, but all keys and values, which the second step reads."""
-    runner = ModelRunner(
+    runner = ModelRunner.load(
         tiny_model(name), WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=4, window_kv_tokens=0)
     )
     batch, cuts = prompts((40, 9, 30, 21), runner.vocab_size), (20, 1, 29, 20)
@@ -88,7 +88,7 @@ def test_what_follows_the_last_attention_is_computed_for_all_numbers_of_rows(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=4, window_kv_tokens=0)
-    decoder = ModelRunner(tiny_model(name), config).decoder
+    decoder = ModelRunner.load(tiny_model(name), config).decoder
     shapes: list[tuple[int, ...]] = []
     logits = decoder.logits
     monkeypatch.setattr(decoder, "logits", lambda x: shapes.append(tuple(logits(x).shape)))
@@ -186,6 +186,7 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
         ("flex_olmo", {"clip_qkv": 8.0}, "clip_qkv"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm True"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm True"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm True"),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block False"),
         ("laguna", {"gating": "other"}, "gating 'other'"),

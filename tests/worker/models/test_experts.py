@@ -59,7 +59,7 @@ def test_one_token(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Decoder, "autotune_experts", lambda *_: None)
     sizes = {"shared_expert_intermediate_size": 40} if name == "qwen2_moe" else {}
     folder = make_tiny(name, tmp_path, layers=3, **sizes)
-    runner = ModelRunner(folder, WorkerConfig(device="cuda", dtype="bfloat16", page_size=4, kv_tokens=512))
+    runner = ModelRunner.load(folder, WorkerConfig(device="cuda", dtype="bfloat16", page_size=4, kv_tokens=512))
     mlps = [layer.mlp for layer in runner.decoder.layers if isinstance(layer.mlp, ExpertMLP)]
     alone = ExpertTiles(EACH_PAIR, ProductTile(4, 32, 4, 1), ProductTile(8, 16, 4, 1))
     for mlp in mlps:

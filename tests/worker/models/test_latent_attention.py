@@ -20,8 +20,8 @@ from worker.drafts.model import ModelDrafter
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components
 from worker.executor.draft_model import DraftModel
-from worker.executor.kv_cache import token_bytes
 from worker.executor.kv_pools import allocate
+from worker.executor.memory_budget import token_bytes
 from worker.executor.model_runner import ModelRunner
 from worker.messages import SamplingParams
 from worker.models.config import DecoderConfig, decoder_config, read_config
@@ -73,7 +73,7 @@ def test_the_kernel_of_gpus_stores_and_rotates_as_the_operators_do(
     name: str, tiny_model: Callable[[str], Path]
 ) -> None:
     pytest.importorskip("triton")
-    runner = ModelRunner(tiny_model(name), WorkerConfig(device="cpu", dtype="float32", kv_tokens=64, page_size=4))
+    runner = ModelRunner.load(tiny_model(name), WorkerConfig(device="cpu", dtype="float32", kv_tokens=64, page_size=4))
     runner.decoder.build_rope_tables(64)
     attention = runner.decoder.layers[1].attention
     assert isinstance(attention, LatentAttention)
@@ -95,7 +95,7 @@ def test_drafts_of_another_kind_of_model_change_nothing(
     sampling = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
     def load(folder: Path, config: WorkerConfig) -> Components:
-        parts = without_grammars(folder, config, ModelRunner(folder, config))
+        parts = without_grammars(folder, config, ModelRunner.load(folder, config))
         if config.draft_model is None:
             return parts
         own = DraftModel(Path(config.draft_model), config, parts.executor)

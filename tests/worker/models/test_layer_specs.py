@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from pipeline.roofline import DEVICES, StageSpec, make_stages
 from pipeline.shape import BatchShape
 from tests.worker.conftest import TINY
-from worker.executor.kv_cache import layer_bytes, token_bytes
+from worker.executor.memory_budget import layer_bytes, token_bytes
 from worker.models.config import DecoderConfig, decoder_config, read_config
 from worker.models.layer_specs import layer_specs, roofline_model
 from worker.models.parameters import is_norm, parameter_shapes

@@ -66,7 +66,7 @@ def test_a_decoder_says_the_same(name: str, tiny_model: Callable[[str], Path]) -
 
     def work(group: Communicator) -> tuple[list[Answer], int, int]:
         group._custom_all_reduce = sums = Sums(group, most=300)  # type: ignore[assignment]
-        runner = ModelRunner(folder, settings(tp=2), stage=PipelineStage.only(group))
+        runner = ModelRunner.load(folder, settings(tp=2), stage=PipelineStage.only(group))
         return generated(runner, batch()[:3]), sums.count, sum(layer.sums for layer in runner.decoder.layers)
 
     for got, count, sums_of_a_step in together(2, work):
@@ -149,7 +149,7 @@ def test_pieces_take_turns(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     folder, layers = make_tiny(name, tmp_path, layers=4), 4
 
     def work(group: Communicator) -> int:
-        decoder = ModelRunner(folder, settings(tp=2), stage=PipelineStage.only(group)).decoder
+        decoder = ModelRunner.load(folder, settings(tp=2), stage=PipelineStage.only(group)).decoder
         config, n = decoder.config, 3
         group._custom_all_reduce = sums = Sums(group)
         states = torch.zeros(n, config.num_heads, config.head_dim)

@@ -1,0 +1,42 @@
+"""The supervisor of a machine of `ray up`, without Ray. tests/deploy has it with Ray, on hosts."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster import supervisor
+from cluster.supervisor import Machine, Supervisor, up
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder for it, on a machine where Ray does not run."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(supervisor, "stop_ray", lambda: None)
+    monkeypatch.setattr(supervisor, "ray_runs", lambda role: False)
+    monkeypatch.setitem(supervisor.ENVIRONMENT, "TMPDIR", str(tmp_path / "tmp"))
+    supervisor.folder().mkdir()
+    return tmp_path
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *ray: str) -> Supervisor:
+    """A supervisor that starts Ray by this command."""
+    monkeypatch.setattr(Machine, "ray", list(ray))
+    return Supervisor(Machine("worker", "10.0.0.1", [], {}))
+
+
+def test_a_start_of_ray_that_does_not_end_is_ended(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "UP_S", 0.05)
+    up().touch()  # of a Ray that ran before
+    assert not started(monkeypatch, "sleep", "1000")._has_ray()
+    assert not up().exists()
+    assert "Ray has not started within 0.05 s" in capfd.readouterr().out
+
+
+def test_ray_counts_as_started_once_nothing_starts_it_any_more(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = started(monkeypatch, "true")
+    assert one._has_ray() and not up().exists()
+    monkeypatch.setattr(supervisor, "ray_runs", lambda role: True)
+    assert one._has_ray() and up().exists()
