@@ -11,7 +11,7 @@ import pytest
 
 from router.chat.conversation import Tool
 from router.chat.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
-from router.formats.choice import named
+from router.formats.choice import detect, named
 from router.formats.format import OutputFormat
 from router.formats.lexer import Lexer
 from tests.router.formats import answers
@@ -135,6 +135,16 @@ def test_random_answers(block: int) -> None:
 )
 def test_thinking(text: str, thinks: bool, expected: list[Any]) -> None:
     assert told(every_way(HERMES, text, thinks=thinks)) == expected
+
+
+def test_thinking_between_phrases() -> None:
+    granite = named(None, "granite")
+    text = "Here is my thought process:\nHm.\n\nHere is my response:\n\nYes."
+    assert told(every_way(granite, text)) == [("thinking", "Hm."), "Yes."]
+    text = "Yes. Here is my response: no."
+    assert told(every_way(granite, text)) == [text]
+    template = "{% if thinking %}Write after 'Here is my thought process:' and 'Here is my response:'{% endif %}"
+    assert detect(template).thinking == granite.thinking
 
 
 def test_thinking_goes_on_after_what_only_looks_like_a_call() -> None:
