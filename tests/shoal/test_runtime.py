@@ -34,7 +34,8 @@ def backend(tiny_model: Path) -> Iterator[Any]:
     made.shutdown()
 
 
-def test_settings_have_sglangs_names(backend: Any, tiny_model: Path) -> None:
+def test_settings_have_sglangs_names(backend: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal.global_config, "default_backend", None)
     config = backend._server.config
     assert (config.kv_tokens, config.max_running) == (4096, 4)
     assert backend.endpoint.get_model_name() == str(tiny_model)
