@@ -44,8 +44,8 @@ OUTPUT_TOKENS = 2.0
 # Seconds of service, at the speed of the replica, that a client may save up, and the prompt tokens that these are at
 # most. The tokens were tuned with an 8B model on an H200, where they are 0.4 s of prompts alone and 1 s of all service:
 # with none, the mean TTFT of a quiet client alongside one that sends 10 times as many requests is 1.6 times as long in
-# `shoal bench fleet --fair`, at 1.1 of the capacity; with twice as many tokens it is the same within 2%. 0.4 s of all
-# service: 8% longer, and the 99th percentile 79%. As tokens alone, they were half a minute of a small model on a core.
+# `shoal bench fleet --fair`, at 1.1 of the capacity; with twice as many tokens it is the same within 2%.
+# As tokens alone, they were half a minute of a small model on a core.
 CREDIT_S, CREDIT = 1.0, 16_384.0
 # A client that is this far behind the next one has steps for itself. Without such steps, the mean TTFT of the quiet
 # client is 13% longer at 1.1 of the capacity.
