@@ -7,7 +7,7 @@
 
 - The deltas, joined, depend only on the text and its marks, never on where the text is cut.
 - White space alone between thinking, calls and the end is markup, and is dropped. So are the lines' ends at both ends
-  of thinking, those before the text that follows it, and white space between text and a call.
+  of thinking, and those before the text that follows it.
 - Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer. A token that
   ends thinking where there is none is no text either.
 - A call may begin in thinking, and then ends it, if the marker is a token.
@@ -49,8 +49,6 @@ class Lexer:
         self._source = self._reader.source
         self._thinking = format.thinking
         self._tools = format.tools if calls and format.tools is not None else _NO_TOOLS
-        begins = (*self._tools.begins, *(call.begin for call in self._tools.calls), self._tools.bare)
-        self._call_begins = frozenset(filter(None, begins))
         self._is_first = True  # nothing of the answer has come yet
         self._in_section = False
         self._has_called = False
@@ -87,7 +85,7 @@ class Lexer:
     def begins_call(self, is_cut: bool) -> bool:
         """Whether what is held back begins as a call or a marker does, so that it is markup and no text if nothing
         follows. `is_cut`: more would have followed; otherwise only a token says so."""
-        marker, rest = self._reader.pending, self._source.text[self._source.at :].lstrip()
+        marker, rest = self._reader.pending, self._source.text[self._source.at :]
         format = self._reader.format
         if format.tools is not None and any(piece in rest for piece in format.tools.pieces):
             return any(mark.startswith(rest) for mark in format.markers)
@@ -142,20 +140,14 @@ class Lexer:
             self._is_first = False
             has_text = True
             while True:
-                markers = self._markers()
-                found = yield from reader.stream(TextDelta, *markers, holds_space=bool(self._tools.calls))
+                found = yield from reader.stream(TextDelta, *self._markers())
                 if found is None:
                     return
-                at, _ = source.find(reader.format.marker_set(*markers))
-                if found not in self._call_begins:
-                    reader.text(source.take(at))
-                start, offset = source.keep(), source.base + at
-                source.at = at
+                source.keep()
                 if (yield from self._special(found, may_be_bare=False)):
                     break
-                source.go_to(start)
                 source.release()
-                reader.text(source.take(offset + 1 - source.base))
+                reader.text(source.take(source.at + 1))
 
     def _markers(self) -> tuple[str, ...]:
         """Markers that end the text here."""

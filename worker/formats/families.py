@@ -384,7 +384,7 @@ _THINKING = (
     ThinkingFormat("deepseek_r1"),
     ThinkingFormat("qwen3"),
     ThinkingFormat("mistral", "[THINK]", "[/THINK]"),
-    ThinkingFormat("granite", "Here is my thought process:", "Here is my response:"),  # version 3.2
+    ThinkingFormat("granite", "<|start_of_thinking|>", "<|end_of_thinking|>"),
     ThinkingFormat(
         "cohere_command3",
         "<|START_THINKING|>",

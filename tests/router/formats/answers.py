@@ -183,9 +183,7 @@ class _Tags(_Writer):
                 continue
             if not tools.begin and tools.bare and (has_text or self.calls):
                 continue
-            if has_text:
-                self.expected[-1] = TextDelta(self.expected[-1].text.rstrip())
-            self.written.append(self.space())
+            self.written.append("" if has_text else self.space())
             self.section(tools, bare=bool(tools.bare) and not has_text and not self.calls)
             has_text = False
             if rng.random() < 0.3:
