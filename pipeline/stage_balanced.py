@@ -44,6 +44,9 @@ class StageBalanced(Uniform):
         round_s, stages = super().objective_s(in_flight), self.settings.stages
         return (round_s if in_flight > stages else round_s - self.settings.exposed_s) / in_flight
 
+    def _allowed_s(self, view: SchedulerView, in_flight: int) -> float:
+        return self.objective_s(in_flight)  # also without decodes: with the first ones, the stages would wait
+
     def ask_again_s(self, view: SchedulerView, is_idle: bool) -> float:
         due_s = view.ahead_s
         if is_idle or self._is_full(view):  # nothing to do until tokens come back

@@ -28,8 +28,9 @@ class Uniform(Policy):
       without context. One tile less changes the time more than attention to a few thousand more tokens.
     - Attention is left out of the cost per token: a prompt has as much of it in any number of steps.
     - Sizes that were never observed are tried (`TRIED`).
-    - Under an objective, a step holds fewer tokens while little waits (`ENOUGH`), and up to what the objective allows
-      while much waits (`BACKLOG_STEPS`).
+    - Under an objective, a step holds fewer tokens while little waits (`ENOUGH`), and all that waits if the objective
+      allows it.
+    - While no sequence decodes, there is none that the objective is for: a step holds as many as pay.
 
     While requests wait for pages, the time shrinks. Shorter steps end sequences sooner; longer ones would only
     alternate with steps that have no prompt to compute. The time grows again while much waits that could start, and
@@ -62,11 +63,11 @@ class Uniform(Policy):
     # too little of a step's constant cost, or of all-reduces that only long steps hide. Without, where a step has a
     # constant 12 and 30 ms that the roofline does not know: prompts take 7 and 16% longer (8B), 10 and 24% (70B, TP 2).
     TRIED = 2
-    # Under an objective: relative cost per token of a step while little waits, and the number of steps in which a
-    # larger backlog is to be computed. Fewer steps make first tokens come sooner and all others later. Tuned in the
-    # simulator on Azure's conversations, 24 a second, with the costs of an 8B model on an H200. Without them there:
-    # TTFT P50 -8%, mean TBT +7%.
-    ENOUGH, BACKLOG_STEPS = 1.1, 8
+    # Under an objective: relative cost per token of a step while little waits. Simulated on Azure's conversations with
+    # the costs of an 8B model on an H200, as many tokens as pay in every step instead: TTFT P50 -2 to -4%, mean TBT 0
+    # to +3% (12 and 24 a second). An eighth of what waits instead of all of it: TTFT P50 +9 to 11%, P99 +20%, mean TBT -6 to -8% (12
+    # and 24 a second); on long prompts (`long` of `bench/pipeline/traffic.py`), at most 3% in any.
+    ENOUGH = 1.1
     REFRESH_EVERY = 32  # steps; the models learn little in between
 
     def __init__(self, settings: PolicySettings) -> None:
@@ -86,6 +87,10 @@ class Uniform(Policy):
         """Seconds that the objective leaves a step on a stage, with `in_flight` of them in flight; infinite without an
         objective."""
         return self._tbt_slo_s * self._margin
+
+    def _allowed_s(self, view: SchedulerView, in_flight: int) -> float:
+        """The longest time of the next step."""
+        return self.objective_s(in_flight) if view.decoding else math.inf
 
     def _in_flight(self, view: SchedulerView) -> int:
         """The number of steps to have in flight."""
@@ -107,10 +112,10 @@ class Uniform(Policy):
 
     def _wanted(self, view: SchedulerView) -> int:
         """Tokens of a step if the objective leaves time for them."""
-        if self._tbt_slo_s == math.inf:
+        if self._tbt_slo_s == math.inf or not view.decoding:
             return self._most_tokens
-        backlog = (view.waiting_tokens + view.blocked_tokens) // self.BACKLOG_STEPS
-        return min(self.settings.token_budget, max(self._enough_tokens, in_tiles(backlog, up=True)))
+        waiting = view.waiting_tokens + view.blocked_tokens
+        return min(self.settings.token_budget, max(self._enough_tokens, in_tiles(waiting, up=True)))
 
     def _share(self, waiting: int) -> int:
         """Tokens of a step's part of `waiting` tokens of prompts."""
@@ -159,7 +164,8 @@ class Uniform(Policy):
 
     def _fill(self, view: SchedulerView) -> Budget:
         settings, in_flight = self.settings, self._in_flight(view)
-        average, objective_s = self._average(view, in_flight), self.objective_s(in_flight)
+        average = self._average(view, in_flight)
+        objective_s = self._allowed_s(view, in_flight)
         largest = self._largest(average, objective_s, self._wanted(view))
         target_s = min(objective_s, self._predict(largest) * self.SLACK) * self._part
         # What a step has room for, and its share of all that waits.

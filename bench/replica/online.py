@@ -11,6 +11,7 @@ Loads, one after the other, each after a smaller one of the same kind that does 
 
 LOAD=TRACE@RATE  RATE requests per second on average (Poisson arrivals) with the lengths of a trace
 LOAD@RATE        the same with lengths like those of Azure's conversations
+alone            prompts of `--alone` tokens, one after the other, on a replica with nothing else to do
 burst            `--burst` chats at once, of 220 prompt tokens and 190 output tokens on average
 
 Figures are named `NAME.LOAD.FIGURE`. A name that ends in `.vs_before` has the figure divided by the other checkout's.
@@ -43,6 +44,7 @@ from shoal.help import Parser
 # Lengths like those of Azure's conversations of 2023: medians of 1,020 prompt tokens and 129 output tokens.
 LIKE_CONVERSATIONS = ["--prompt-tokens", "lognormal:1020:0.9:8192", "--output-tokens", "lognormal:129:1.0:1024"]
 CHATS = ["--prompt-tokens", "uniform:60:380", "--output-tokens", "uniform:60:320"]
+ALONE = 20  # prompts, one after the other
 WARM_S = 6.0  # duration of the warm-up of a load with a rate
 WARM_PART = 8  # the warm-up of a burst is this fraction of it
 OURS = ("model", "load_format", "replicas", "host", "port", "address")  # settings that this command chooses itself
@@ -74,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--requests", type=options.count, default=1000, metavar="N", help="requests per load (default: 1000)"
     )
+    p.add_argument("--alone", type=options.count, metavar="N", help="tokens of prompts that are alone (default: none)")
     p.add_argument("--burst", type=int, default=2000, metavar="N", help="chats at once, 0 for none (default: 2000)")
     p.add_argument("--before", type=Path, metavar="DIR", help="another checkout of Shoal, measured first")
     results.add_options(p, "gpu.online")
@@ -120,6 +123,9 @@ def cases(args: Namespace) -> list[OnlineCase]:
     for name, trace, rate in args.loads:
         at = [*(["--trace", trace] if trace else LIKE_CONVERSATIONS), "--rate", str(rate), "--requests"]
         made.append(OnlineCase(name, [*at, str(args.requests)], [*at, str(max(1, int(WARM_S * rate)))]))
+    if args.alone:
+        one_by_one = ["--prompt-tokens", str(args.alone), "--output-tokens", "2", "--concurrency", "1", "--requests"]
+        made.append(OnlineCase("alone", [*one_by_one, str(ALONE)], [*one_by_one, str(ALONE // 4)]))
     if args.burst:
         count, part = str(args.burst), str(max(1, args.burst // WARM_PART))
         at_once = [*CHATS, "--requests"]

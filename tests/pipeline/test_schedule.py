@@ -143,6 +143,21 @@ def size_on_one_stage(model):
     return size
 
 
+def test_the_objective_of_one_stage_is_for_those_that_decode():
+    """A prompt that is alone goes at its cheapest size, and alongside a decode all that waits within the objective."""
+    model = CostModel(STAGE.seconds)
+    model.observe(BatchShape([(0, 8192)]), STAGE.seconds(BatchShape([(0, 8192)])))
+    alone = make_policy("uniform", PolicySettings(1, 8192, [model], None))
+    short = make_policy("uniform", PolicySettings(1, 8192, [model], Objective(model.predict(BatchShape([(0, 1300)])))))
+    most = fill(alone.begin(view([], [50_000])), prompts=[(0, 50_000)])
+    assert fill(short.begin(view([], [50_000])), prompts=[(0, 50_000)]) == most
+    taken, [size] = fill(short.begin(view([100], [50_000])), [100], [(0, 50_000)])
+    assert taken == 1 and WAVE <= size < 1300 < most[1][0]
+    wide = make_policy("uniform", PolicySettings(1, 8192, [model], Objective(1.0)))
+    some, all_of_it = (fill(wide.begin(view([100], [n])), [100], [(0, n)])[1] for n in (2000, 6000))
+    assert (some, all_of_it) == ([2000], [6000])
+
+
 def test_one_stage_tries_long_steps_until_one_was_observed():
     """Its prompts have as much attention in any number of steps, so the steps are longer than a pipeline's."""
     model = CostModel(STAGE.seconds)
