@@ -3,6 +3,7 @@ objective for the time between tokens (TBT)."""
 
 import math
 
+from pipeline.arrival_rate import ArrivalRate
 from pipeline.budget import Budget, TimedBudget
 from pipeline.chunk import tokens_within
 from pipeline.cost import slowest_s
@@ -28,8 +29,8 @@ class Uniform(Policy):
       without context. One tile less changes the time more than attention to a few thousand more tokens.
     - Attention is left out of the cost per token: a prompt has as much of it in any number of steps.
     - Sizes that were never observed are tried (`TRIED`).
-    - Under an objective, a step holds fewer tokens while little waits (`ENOUGH`), and all that waits if the objective
-      allows it.
+    - Under an objective, a step holds the number of tokens with which waiting and decoding sequences together lose the
+      least time (`_wanted`).
     - While no sequence decodes, there is none that the objective is for: a step holds as many as pay.
 
     While requests wait for pages, the time shrinks. Shorter steps end sequences sooner; longer ones would only
@@ -63,11 +64,12 @@ class Uniform(Policy):
     # too little of a step's constant cost, or of all-reduces that only long steps hide. Without, where a step has a
     # constant 12 and 30 ms that the roofline does not know: prompts take 7 and 16% longer (8B), 10 and 24% (70B, TP 2).
     TRIED = 2
-    # Under an objective: relative cost per token of a step while little waits. Simulated on Azure's conversations with
-    # the costs of an 8B model on an H200, as many tokens as pay in every step instead: TTFT P50 -2 to -4%, mean TBT 0
-    # to +3% (12 and 24 a second). An eighth of what waits instead of all of it: TTFT P50 +9 to 11%, P99 +20%, mean TBT -6 to -8% (12
-    # and 24 a second); on long prompts (`long` of `bench/pipeline/traffic.py`), at most 3% in any.
-    ENOUGH = 1.1
+    # Under an objective, a step computes prompts `KEEP_UP` times as fast as they arrive, and what waits in `DRAIN_S`.
+    # Simulated with Azure's conversations and an 8B model on an H200, against the fewest tokens within 10% of the least
+    # cost or an eighth of what waits: TTFT P50 0 and -13% (12 and 24 requests a second), P99 +2 and -17%, mean TBT -3
+    # and +10%. Instead of all this, as many tokens as pay: TTFT P50 -11 and +2%, mean TBT +10 and +2%, TBT P99 at 12 a
+    # second 46 ms instead of 26. With a `DRAIN_S` of 1 s, TTFT P99 at 12 a second: +22%.
+    KEEP_UP, DRAIN_S = 1.15, 0.25
     REFRESH_EVERY = 32  # steps; the models learn little in between
 
     def __init__(self, settings: PolicySettings) -> None:
@@ -77,7 +79,11 @@ class Uniform(Policy):
         self._margin = self.MARGINS[1]
         self._part = 1.0  # fraction of the time that the limits allow
         self._num_begun = 0
-        self._most_tokens = self._enough_tokens = self._least_chunk = TILE
+        self._most_tokens = self._least_chunk = TILE
+        self._sizes = [*(n for n in range(TILE, settings.token_budget, TILE) if n < WAVE or n % WAVE == 0)]
+        self._sizes.append(settings.token_budget)
+        self._arrivals = ArrivalRate()
+        self._last = Budget(0)
         self._tbt_slo_s = math.inf
         self._refresh()
 
@@ -111,11 +117,37 @@ class Uniform(Policy):
         return BatchShape.decoding(view.decoding, view.decoding_context)
 
     def _wanted(self, view: SchedulerView) -> int:
-        """Tokens of a step if the objective leaves time for them."""
+        """Tokens of a step if the objective leaves time for them. Called for each step with prompts.
+
+        Under an objective: with n prompt tokens in a step of T(n) seconds, B tokens that wait take B/n steps, for which
+        W waiting sequences wait, and in each of which D decoding ones lose T(n) - T(0). So the least loss is at the
+        least (W T(n) + D (T(n) - T(0))) / n. Of all n that keep up with what arrives (`KEEP_UP`, `DRAIN_S`) the fewest
+        within `NEAR` of it are taken; if none keeps up, those that compute the most a second."""
         if self._tbt_slo_s == math.inf or not view.decoding:
             return self._most_tokens
+        average, objective_s = self._average(view, 1), self.objective_s(1)
+        decodes_s, sequences = self._predict(average), max(1, view.waiting) + view.decoding
         waiting = view.waiting_tokens + view.blocked_tokens
-        return min(self.settings.token_budget, max(self._enough_tokens, in_tiles(waiting, up=True)))
+        due = self.KEEP_UP * self._arrivals.tokens_s + waiting / self.DRAIN_S
+        found: list[tuple[int, float, float]] = []  # tokens, prompt tokens per second, loss per prompt token
+        for tokens in self._sizes:
+            prompts = tokens - average.tokens
+            if prompts < TILE // 2:
+                continue
+            shape = average.copy()
+            shape.add(0, prompts)
+            shape.squares = average.squares
+            seconds = self._predict(shape)
+            found.append((tokens, prompts / seconds, (sequences * seconds - view.decoding * decodes_s) / prompts))
+            if prompts >= waiting or seconds > objective_s:
+                break
+        if not found:
+            return self._sizes[0]
+        if keep_up := [each for each in found if each[1] >= due]:
+            least = min(loss for _, _, loss in keep_up)
+            return next(tokens for tokens, _, loss in keep_up if loss <= self.NEAR * least)
+        most = max(rate for _, rate, _ in found)
+        return next(tokens for tokens, rate, _ in found if rate * self.NEAR >= most)
 
     def _share(self, waiting: int) -> int:
         """Tokens of a step's part of `waiting` tokens of prompts."""
@@ -130,6 +162,14 @@ class Uniform(Policy):
             self._margin = min(most, max(least, self._margin * (1 + step)))
 
     def _budget(self, view: SchedulerView) -> Budget:
+        taken = self._last.shape
+        if taken.tokens:
+            waiting = view.waiting_tokens + view.blocked_tokens
+            self._arrivals.see(waiting, taken.tokens - taken.decodes, self._predict(taken))
+        self._last = self._sized(view)
+        return self._last
+
+    def _sized(self, view: SchedulerView) -> Budget:
         self._num_begun += 1
         if self._num_begun % self.REFRESH_EVERY == 0:
             self._refresh(view)
@@ -144,16 +184,13 @@ class Uniform(Policy):
 
     def _refresh(self, view: SchedulerView | None = None) -> None:
         """Follows what the cost models have learned. `view`: None at the start."""
-        budget = self.settings.token_budget
-        sizes = [*(n for n in range(TILE, budget, TILE) if n < WAVE or n % WAVE == 0), budget]
-        costs = [self._of_prompts(tokens) / tokens for tokens in sizes]
+        costs = [self._of_prompts(tokens) / tokens for tokens in self._sizes]
         least = min(costs)
 
         def fewest(relative: float) -> int:
-            return next(n for n, cost in zip(sizes, costs, strict=True) if cost <= relative * least)
+            return next(n for n, cost in zip(self._sizes, costs, strict=True) if cost <= relative * least)
 
         self._most_tokens, self._least_chunk = self._tried(fewest(self.NEAR)), fewest(self.FAR)
-        self._enough_tokens = fewest(self.ENOUGH)
         if (objective := self.settings.objective) is not None:
             iteration_s = self.settings.stages * self._predict(ITERATION) + self.settings.exposed_s
             self._tbt_slo_s = max(objective.tbt_s, objective.iterations * iteration_s)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pipeline.arrival_rate import ArrivalRate
 from pipeline.budget import EvenDecodes
 from pipeline.cost import CostModel
 from pipeline.padding import PaddedSizes
@@ -153,9 +154,32 @@ def test_the_objective_of_one_stage_is_for_those_that_decode():
     assert fill(short.begin(view([], [50_000])), prompts=[(0, 50_000)]) == most
     taken, [size] = fill(short.begin(view([100], [50_000])), [100], [(0, 50_000)])
     assert taken == 1 and WAVE <= size < 1300 < most[1][0]
-    wide = make_policy("uniform", PolicySettings(1, 8192, [model], Objective(1.0)))
-    some, all_of_it = (fill(wide.begin(view([100], [n])), [100], [(0, n)])[1] for n in (2000, 6000))
-    assert (some, all_of_it) == ([2000], [6000])
+
+
+def test_one_stage_weighs_those_that_wait_against_those_that_decode():
+    """Many decodes and little that waits: the prompt goes in pieces that cost them little. The more waits, the larger
+    the pieces, and where prompts arrive too fast for small ones, they are large although little waits."""
+    model = CostModel(STAGE.seconds)
+    model.observe(BatchShape([(0, 8192)]), STAGE.seconds(BatchShape([(0, 8192)])))
+    decodes = [500] * 100
+
+    def size(waiting, *, arriving=0.0):
+        uniform = make_policy("uniform", PolicySettings(1, 8192, [model], Objective(1.0)))
+        uniform._arrivals.tokens_s = arriving
+        return sum(fill(uniform.begin(view(decodes, waiting)), decodes, [(0, n) for n in waiting])[1])
+
+    assert size([1000]) < size([1000] * 8)
+    assert size([1000]) < size([1000], arriving=0.8 * 4096 / model.predict(BatchShape([(0, 4096)]))) <= 1000
+
+
+def test_the_rate_of_arrivals_is_known_from_what_waits():
+    arrivals, waiting = ArrivalRate(), 0
+    for _ in range(400):  # 3,000 tokens a second, of which steps of 0.05 s take 100 and so too few
+        arrivals.see(waiting := waiting + 150 - 100, taken=100, seconds=0.05)
+    assert arrivals.tokens_s == pytest.approx(3000, rel=0.01)
+    for _ in range(400):
+        arrivals.see(waiting := waiting - 50, taken=100, seconds=0.05)
+    assert arrivals.tokens_s == pytest.approx(1000, rel=0.01)
 
 
 def test_one_stage_tries_long_steps_until_one_was_observed():
