@@ -9,7 +9,7 @@ LATELY_S = 5.0  # in which the weight of what was taken falls to 1/e
 # A part of the cores that a client's grammars may take without yielding. Eight well-behaved requests a second, two of
 # which have a new schema, take 0.07 of a core.
 PART = 0.1
-_FORKS_S = 0.02  # to begin and to end the two forks of a grammar, of which nobody tells the time
+_FORKS_S = 0.02  # of the two forks of a grammar, besides what the inner one counts: a guess, for some 170 MB of pages
 _MOST_CLIENTS = 1024
 
 
@@ -32,8 +32,9 @@ class RecentCpu:
         now_s = time.monotonic()
         with self._lock:
             self._taken[client] = self._seconds(client, now_s) + seconds + _FORKS_S, now_s
-            if len(self._taken) > _MOST_CLIENTS:  # who took little begins anew
-                self._taken = {each: kept for each, kept in self._taken.items() if self._seconds(each, now_s) > 2 * _FORKS_S}
+            if len(self._taken) > _MOST_CLIENTS:  # those that took little are forgotten
+                taken = {each: self._seconds(each, now_s) for each in self._taken}
+                self._taken = {each: (left_s, now_s) for each, left_s in taken.items() if left_s > 2 * _FORKS_S}
 
     def _seconds(self, client: str, now_s: float) -> float:
         seconds, at_s = self._taken.get(client, (0.0, now_s))
