@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 MOST_BYTES, MOST_FILES = 512 << 20, 4096
 _KEPT = 0.9  # share of both that eviction leaves, so that it is rare
 # Part of the room that is left which a process fills before it looks at the folder again. As many processes may
-# write at once without exceeding the limits. A look at 7,600 files takes 0.1 s of the interpreter, and tokens wait for it.
+# write at once without exceeding the limits. A look at 7,600 files takes 0.1 s of the interpreter: tokens wait for it.
 _PART = 8
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _ASK_EVERY_S = 0.01
