@@ -59,6 +59,9 @@ GREEDY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, se
 LEAST_PREFETCHED = 256  # characters
 MOST_PREFETCHED = 32  # of each client, texts that are computed ahead at once
 LOWEST_PRIORITY = -(1 << 31)
+# A shorter text takes 0.5 ms, and a thread costs a busy router as much: it waits for the interpreter, and then the loop
+# does. Alongside 90 requests a second, all on one core, first tokens of others come after 115 ms instead of 176.
+SHORT_TEXT_BYTES = 2048
 LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
 
 
@@ -259,13 +262,15 @@ class Service:
     async def in_thread(
         self, request: Request, num_bytes: int, work: Callable[..., Result], *arguments: object
     ) -> Result:
-        """Runs `work`, on a text of about `num_bytes` bytes, in a thread, for the client of `request`. Long texts have
-        threads of their own, so that short texts never wait for them, and clients take turns. If the client leaves
-        first, raises ClientGone, and what has not begun is dropped."""
+        """Runs `work`, on a text of about `num_bytes` bytes, for the client of `request`: a short one here, others in a
+        thread. Long texts have threads of their own, so that others never wait for them, and clients take turns. If the
+        client leaves first, raises ClientGone, and what has not begun is dropped."""
         threads, client = self._threads(num_bytes), claimant(request)
         at_once = threads is self._texts and threads.has_room(client)  # and soon over
         told = request_log.current()
         with telling(None if told is None else told.repaired_part):
+            if num_bytes <= SHORT_TEXT_BYTES:
+                return work(*arguments)
             done = threads.run(client, contextvars.copy_context().run, work, *arguments)
         return await (done if at_once else unless_gone(request.scope, request.receive, done))
 

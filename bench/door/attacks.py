@@ -384,7 +384,17 @@ async def neighbour(attacker: Attacker, rate_s: float) -> None:
 @contextlib.asynccontextmanager
 async def attacking(attacker: Attacker, attacks: Sequence[Attack]) -> AsyncIterator[None]:
     """Attacks run within this context."""
-    tasks = [asyncio.ensure_future(attack(attacker)) for attack in attacks]
+
+    async def again_and_again(attack: Attack) -> None:
+        """An attack whose preparation lost its connection, as the server is busy with the others, begins again."""
+        while True:
+            try:
+                await attack(attacker)
+            except GONE:
+                attacker.statuses["ended"] += 1
+                await asyncio.sleep(REFUSED_S)
+
+    tasks = [asyncio.ensure_future(again_and_again(attack)) for attack in attacks]
     try:
         yield
     finally:

@@ -169,6 +169,7 @@ def test_long_texts_of_one_client_keep_no_other_out(
     keyed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """And what nobody waits for any more is never begun."""
+    monkeypatch.setattr(services, "SHORT_TEXT_BYTES", 50)
     monkeypatch.setattr(services, "LONG_TEXT_BYTES", 100)
     stack = keyed()
     said = {"messages": [{"role": "user", "content": "x" * 200}], "model": "tiny"}
@@ -208,6 +209,25 @@ def test_long_texts_of_one_client_keep_no_other_out(
             ends.set()
         assert first.result(20).status_code == 200
     assert began == ["a", "b"]
+
+
+def test_only_short_texts_are_read_by_the_event_loop(
+    keyed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = keyed()
+    encode = stack.tokenizer.encode
+    threads: list[str] = []
+
+    def noting(tokenizer: Any, text: str, *more: Any, **options: Any) -> list[int]:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return encode(text, *more, **options)
+
+    monkeypatch.setattr(type(stack.tokenizer), "encode", noting)
+    for size in (1000, services.SHORT_TEXT_BYTES, services.LONG_TEXT_BYTES):
+        answer = httpx.post(f"{stack.url}/tokenize", json={"prompt": "x" * size}, headers=key("a"), timeout=20)
+        assert answer.status_code == 200
+    loop, short, long = threads
+    assert len({loop, short, long}) == 3, threads
 
 
 # ---------------------------------------------------------------- responses in the background

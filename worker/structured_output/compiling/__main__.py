@@ -13,7 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from worker.structured_output.compiling.compilation import Compilation
-from worker.structured_output.compiling.forks import cpu_time_s, ended, has_memory_up_to, limit_memory, limit_time
+from worker.structured_output.compiling.forks import (
+    YIELDING,
+    cpu_time_s,
+    ended,
+    has_memory_up_to,
+    limit_memory,
+    limit_time,
+)
 from worker.structured_output.compiling.process import (
     BROKEN,
     CHECK,
@@ -22,6 +29,7 @@ from worker.structured_output.compiling.process import (
     REFUSED,
     TEXT_REFUSED,
     TOO_LARGE,
+    YIELDS,
     Ending,
 )
 from worker.structured_output.error import GrammarError
@@ -40,7 +48,7 @@ def _serve(
             return
         # If the fork fails, the connection closes without a reply, and the client notices.
         with socket.socket(fileno=fds[0]) as connection, contextlib.suppress(OSError):
-            _fork(partial(_keep, control, connection, compilation, memory_bytes))
+            _fork(partial(_keep, control, connection, compilation, memory_bytes, message == YIELDS))
 
 
 def _fork(work: Callable[[], None]) -> int:
@@ -57,8 +65,12 @@ def _fork(work: Callable[[], None]) -> int:
     return process
 
 
-def _keep(control: socket.socket, connection: socket.socket, compilation: Compilation, memory_bytes: int) -> None:
-    """Lets a fork answer, and reports how that fork ended."""
+def _keep(
+    control: socket.socket, connection: socket.socket, compilation: Compilation, memory_bytes: int, yields: bool
+) -> None:
+    """Lets a fork answer, and reports how that fork ended. `yields`: both have a low priority."""
+    if yields:
+        os.setpriority(os.PRIO_PROCESS, 0, YIELDING)
     control.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     process = _fork(partial(_answer, connection, compilation, memory_bytes))

@@ -21,6 +21,7 @@ from worker.structured_output.compiling.answer_verdict import AnswerToCheck, Ans
 from worker.structured_output.compiling.compilation import keeps_markers_apart, kept_apart
 from worker.structured_output.compiling.grammar_store import GrammarStore, identity
 from worker.structured_output.compiling.process import CompilerProcess
+from worker.structured_output.compiling.recent_cpu import RecentCpu
 from worker.structured_output.error import CompilerUnavailable, GrammarError
 from worker.structured_output.matching.engines import LLGUIDANCE, CompiledText
 from worker.structured_output.matching.lazy_grammar import LAZY_BYTES, LAZY_BYTES_PER_BYTE, LazyGrammar
@@ -54,8 +55,9 @@ class _Asked:
 class GrammarCompiler:
     """Compiles grammars in the background, and caches those used last.
 
-    - Clients take turns: one that asks for many slow grammars waits for them itself. A grammar for which no request
-      waits any more is dropped, if its turn has not come.
+    - Clients take turns: one that asks for many slow grammars waits for them itself. Whose grammars have taken more
+      than a part of the machine lately (`RecentCpu`) compiles with a low priority, so that others' tokens do not wait.
+    - A grammar for which no request waits any more is dropped, if its turn has not come.
     - Refusals are remembered for a while, too.
     - The cache takes up to `cache_bytes`. Evicted grammars that requests still hold may take as much again; then no
       other is compiled until some are freed.
@@ -98,6 +100,8 @@ class GrammarCompiler:
         self._room = threading.Condition()
         self._bytes = 0  # of all grammars, in the cache or held by requests
         self._closed = threading.Event()
+        self._cached_bytes = 0  # of those in the cache
+        self._recent_cpu = RecentCpu()
         self._compiling = ClientTurns(_AT_ONCE, "grammar", each=_OF_ONE_CLIENT)
         self._judging = ClientTurns(2, "answers", each=1)
         if (self._model_dir / "tokenizer.json").is_file():  # otherwise requests with a grammar get an error
@@ -119,7 +123,7 @@ class GrammarCompiler:
             fresh = asked is None
             if asked is None:
                 asked = _Asked()
-                asked.future = self._compiling.submit(client, partial(self._compile, grammar, asked))
+                asked.future = self._compiling.submit(client, partial(self._compile, grammar, asked, client))
                 self._kept[grammar] = asked
             else:
                 self._compiling.join(client, asked.future)
@@ -155,32 +159,44 @@ class GrammarCompiler:
         """The id of the process that compiles, if there is one."""
         return self._process.pid
 
-    def _compile(self, grammar: Grammar, asked: _Asked) -> CompiledGrammar:
+    def _compile(self, grammar: Grammar, asked: _Asked, client: str) -> CompiledGrammar:
         """Raises CompilerUnavailable if its turn comes too late: then those after it wait less."""
         if time.monotonic() - asked.asked_s > _MOST_QUEUED_S:
             raise CompilerUnavailable(f"the grammars of other requests took more than {_MOST_QUEUED_S:g} s to compile")
         info = self._tokenizer_info(grammar.kind)
         self._wait_for_room()
-        found = self._compiled_text(grammar)
+        found = self._compiled_text(grammar, client)
         with self._reading:
             return self._read(found, grammar, info)
 
-    def _compiled_text(self, grammar: Grammar) -> CompiledText:
+    def _compiled_text(self, grammar: Grammar, client: str) -> CompiledText:
         """From disk, or compiled."""
         store = self._store
         if store is None:
-            return self._ask_process(grammar)
+            return self._ask_process(grammar, client)
         if (found := store.read(grammar)) is None:
             with store.alone(grammar, self._closed):
                 if (found := store.read(grammar)) is None:  # by another replica
-                    found = self._ask_process(grammar)
+                    found = self._ask_process(grammar, client)
                     store.write(grammar, found)
         return found
 
-    def _ask_process(self, grammar: Grammar) -> CompiledText:
-        found = self._process.compile(
-            grammar.kind, grammar.text, self._timeout_s, grammar.after, grammar.begin, strict=grammar.strict
-        )
+    def _ask_process(self, grammar: Grammar, client: str) -> CompiledText:
+        began_s, cpu_s = time.monotonic(), None
+        try:
+            found = self._process.compile(
+                grammar.kind,
+                grammar.text,
+                self._timeout_s,
+                grammar.after,
+                grammar.begin,
+                strict=grammar.strict,
+                yields=self._recent_cpu.is_much(client),
+            )
+            cpu_s = found.cpu_s
+        finally:  # what a grammar took that was refused is not told
+            wall_s = time.monotonic() - began_s
+            self._recent_cpu.add(client, min(self._timeout_s, wall_s) if cpu_s is None else cpu_s)
         log.info("a grammar (%s) is followed by %s: %.3f s of CPU", grammar.kind, found.engine, found.cpu_s)
         return found
 
@@ -275,13 +291,13 @@ class GrammarCompiler:
             if done.cancelled() or error is not None:
                 del self._kept[grammar]
                 return
-            sizes = {g: each.future.result().size_bytes for g, each in self._kept.items() if _succeeded(each.future)}
-            total = sum(sizes.values())
-            for oldest, size in sizes.items():
-                if total <= self._cache_bytes or oldest == grammar:
+            self._cached_bytes += done.result().size_bytes
+            while self._cached_bytes > self._cache_bytes:
+                oldest = next(kept for kept, each in self._kept.items() if _succeeded(each.future))
+                if oldest == grammar:
                     break
                 evicted.append(self._kept.pop(oldest))
-                total -= size
+                self._cached_bytes -= evicted[-1].future.result().size_bytes
         if evicted:
             evicted.clear()
             _trim()

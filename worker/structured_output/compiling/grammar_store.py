@@ -33,8 +33,11 @@ from worker.structured_output.matching.engines import CompiledText
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 512 << 20
-_KEPT = 0.9  # share of the bytes that eviction leaves, so that it is rare
+MOST_BYTES, MOST_FILES = 512 << 20, 4096
+_KEPT = 0.9  # share of both that eviction leaves, so that it is rare
+# Part of the room that is left which a process fills before it looks at the folder again. As many processes may
+# write at once without exceeding the limits. A look at 7,600 files takes 0.1 s of the interpreter: tokens wait for it.
+_PART = 8
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _ASK_EVERY_S = 0.01
 _RETRY_S = 60.0  # after the folder could not be written: a disk may be full for a while
@@ -69,10 +72,14 @@ def identity(
 class GrammarStore:
     """The compiled grammars of a folder. May be used by any threads and processes at once."""
 
-    def __init__(self, folder: Path, made_of: Sequence[str], most_bytes: int = MOST_BYTES) -> None:
-        """`made_of`: as `identity` returns it. The files of the folder, of all identities, may take `most_bytes`
+    def __init__(
+        self, folder: Path, made_of: Sequence[str], most_bytes: int = MOST_BYTES, most_files: int = MOST_FILES
+    ) -> None:
+        """`made_of`: as `identity` returns it. The folder, of all identities, may have `most_files` with `most_bytes`
         together; those used last stay."""
-        self._folder, self._made_of, self._most_bytes = folder, tuple(made_of), most_bytes
+        self._folder, self._made_of = folder, tuple(made_of)
+        self._most_bytes, self._most_files = most_bytes, most_files
+        self._left_bytes = self._left_files = 0  # that may be written before the folder is looked at
         self._again_s = 0.0  # when the folder may be written again
 
     def read(self, grammar: Grammar) -> CompiledText | None:
@@ -101,7 +108,10 @@ class GrammarStore:
         try:
             with replaced(self._file(grammar)) as half:
                 half.write_bytes(hashlib.sha256(data).digest() + data)
-            self._evict()
+            self._left_bytes -= _DIGEST_BYTES + len(data)
+            self._left_files -= 1
+            if min(self._left_bytes, self._left_files) < 0:
+                self._evict()
         except OSError as error:
             log.warning("compiled grammars are not kept for %g s: %s", _RETRY_S, error)
             self._again_s = time.monotonic() + _RETRY_S
@@ -132,18 +142,20 @@ class GrammarStore:
                 with contextlib.suppress(FileNotFoundError):  # evicted by another process
                     if not entry.is_file():
                         continue
-                    if "." in entry.name and entry.stat().st_mtime < time.time() - _LEFT_S:
+                    status = entry.stat()
+                    if "." in entry.name and status.st_mtime < time.time() - _LEFT_S:
                         Path(entry.path).unlink(missing_ok=True)
                     else:
-                        found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
-        total = sum(size for _, size, _ in found)
-        if total <= self._most_bytes:
-            return
-        for _, size, path in sorted(found):
-            if total <= self._most_bytes * _KEPT:
-                break
-            Path(path).unlink(missing_ok=True)
-            total -= size
+                        found.append((status.st_mtime_ns, status.st_size, entry.path))
+        total, files = sum(size for _, size, _ in found), len(found)
+        if total > self._most_bytes or files > self._most_files:
+            for _, size, path in sorted(found):
+                if total <= self._most_bytes * _KEPT and files <= self._most_files * _KEPT:
+                    break
+                Path(path).unlink(missing_ok=True)
+                total, files = total - size, files - 1
+        self._left_bytes = (self._most_bytes - total) // _PART
+        self._left_files = (self._most_files - files) // _PART
 
 
 def _locked(descriptor: int) -> bool:

@@ -42,6 +42,7 @@ _GRACE_S = 10.0  # for the process to start, and to report that a compilation ha
 # A reply consists of a verdict (one byte), its text, and an `Ending`: how the process that gave the verdict ended. The
 # text of a grammar comes after a line with all else of `CompiledText`.
 OK, REFUSED, TEXT_REFUSED, TOO_LARGE, NO_MEMORY, BROKEN = b"+", b"-", b"t", b"m", b"n", b"!"
+YIELDS = b"y"  # with the connection, for forks of a low priority
 CHECK = "check"  # in place of a grammar's kind
 
 
@@ -94,13 +95,14 @@ class CompilerProcess:
         begin: str | None = None,
         *,
         strict: bool = True,
+        yields: bool = False,
     ) -> CompiledText:
-        """Compiles a `messages.Grammar`.
+        """Compiles a `messages.Grammar`. `yields`: with a low priority from the beginning.
 
         Raises GrammarError if the grammar is at fault (`cpu_s` seconds of CPU time do not suffice, for example),
         CompilerUnavailable if the machine is, RuntimeError if the compiler is.
         """
-        head, _, body = self._ask([kind, text, after, begin, strict], cpu_s).partition(b"\n")
+        head, _, body = self._ask([kind, text, after, begin, strict], cpu_s, yields).partition(b"\n")
         engine, took_s, places, *lists = json.loads(head)
         return CompiledText(engine, body.decode(), took_s, [Place(*each) for each in places], *lists)
 
@@ -108,10 +110,10 @@ class CompilerProcess:
         """Judges an answer. Raises what `compile` does."""
         return AnswerVerdict(*json.loads(self._ask([CHECK, json.dumps(answer), None, None, True], cpu_s)))
 
-    def _ask(self, question: list[Any], cpu_s: float) -> bytes:
+    def _ask(self, question: list[Any], cpu_s: float, yields: bool = False) -> bytes:
         wall_s = _LEAST_WALL_S + _WALL_PER_CPU_S * cpu_s
         try:
-            connection = self._hand_over()
+            connection = self._hand_over(yields)
         except OSError as error:
             raise CompilerUnavailable(f"the process that compiles grammars cannot be started: {error}") from error
         reply = bytearray()
@@ -138,26 +140,26 @@ class CompilerProcess:
         with self._lock:
             self._stop()
 
-    def _hand_over(self) -> socket.socket:
+    def _hand_over(self, yields: bool) -> socket.socket:
         """Opens a connection to a new fork of the process. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
                 self._start()
                 try:
-                    self._send(theirs)
+                    self._send(theirs, yields)
                 except OSError:  # it has just ended
                     self._stop()
                     self._start()
-                    self._send(theirs)
+                    self._send(theirs, yields)
         except BaseException:
             ours.close()
             raise
         return ours
 
-    def _send(self, connection: socket.socket) -> None:
+    def _send(self, connection: socket.socket, yields: bool) -> None:
         assert self._control is not None
-        socket.send_fds(self._control, [b"c"], [connection.fileno()])
+        socket.send_fds(self._control, [YIELDS if yields else b"c"], [connection.fileno()])
 
     def _start(self) -> None:
         if self._closed:

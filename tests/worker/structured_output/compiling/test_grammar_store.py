@@ -83,6 +83,27 @@ def test_those_used_last_stay(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in kept(tmp_path)) <= 3_000
 
 
+def test_there_are_not_too_many_files(tmp_path: Path) -> None:
+    store = GrammarStore(tmp_path, [], most_files=2)
+    for grammar in (A, B, C):
+        store.write(grammar, FOUND)
+    assert len(kept(tmp_path)) == 1 and store.read(C) == FOUND
+
+
+def test_the_folder_is_not_looked_at_for_each_grammar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of thousands of files takes a tenth of a second, which tokens wait for."""
+    looks: list[object] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: looks.append(path) or scandir(path))
+    store = GrammarStore(tmp_path, [], most_files=800)
+    for number in range(90):
+        store.write(Grammar("regex", f"a{{{number}}}"), FOUND)
+    assert len(looks) == 1 and len(kept(tmp_path)) == 90
+    for number in range(90, 120):
+        store.write(Grammar("regex", f"a{{{number}}}"), FOUND)
+    assert len(looks) == 2
+
+
 def test_a_full_disk_is_not_full_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = Path.write_bytes
 

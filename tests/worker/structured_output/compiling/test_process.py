@@ -56,6 +56,12 @@ def test_a_grammar_that_is_none_is_the_requests_fault(process: CompilerProcess, 
     assert process.compile("ebnf", 'root ::= "é🦊"', 20)
 
 
+def test_a_grammar_of_who_compiles_much_has_a_low_priority_from_the_beginning(process: CompilerProcess) -> None:
+    nice = "os.getpriority(os.PRIO_PROCESS, 0)"
+    assert process.compile("python", nice, 20).text == "0"
+    assert process.compile("python", nice, 20, yields=True).text == "10"
+
+
 def test_a_grammar_that_takes_too_much_cpu_time_is_the_requests_fault(process: CompilerProcess) -> None:
     with pytest.raises(GrammarError, match=r"\b0\.01 s\b"):
         process.compile("ebnf", 'root ::= ("a" | "b"){1,100} ("c" | "d"){1,100} [e-z]{1,100}', 0.01)
