@@ -244,7 +244,7 @@ def soak(url: str, server: psutil.Process, seconds: float) -> tuple[Load, Held, 
     begun = time.monotonic()
     first = 0
     while (spent := time.monotonic() - begun) < seconds or len(held.rounds) < first + 2:
-        if first and len(held.rounds) % first == 0:
+        if spent >= seconds * WARM and first and (len(held.rounds) - first) % first == 0:
             load.again()
         asyncio.run(load.round())
         until_at_rest(url)
