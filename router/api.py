@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -39,6 +38,7 @@ from router.endpoints.embeddings.routes import embedding_routes
 from router.endpoints.messages.routes import anthropic_model, anthropic_models, messages_routes
 from router.endpoints.responses.routes import responses_routes
 from router.http.middleware import IGNORED, Guarded, HeadAsGet, Observed
+from router.metrics.build import version
 from router.models import ListedModel, Models
 from router.page.routes import page_routes
 from router.prepare.chat_reader import tokenized_conversation
@@ -86,7 +86,7 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
     app = FastAPI(
         title="Shoal",
         description="Large language models behind OpenAI's protocol",
-        version=_version(),
+        version=version(),
         lifespan=lifespan,
         redirect_slashes=False,
         openapi_url=None if closed else OPENAPI,  # without it, there is no page of the documentation either
@@ -122,7 +122,9 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
             expose_headers=[request_id.HEADER, "Retry-After", "request-id", IGNORED, *RATE_LIMIT_HEADERS],
             max_age=PREFLIGHT_S,
         )
-    app.add_middleware(Observed, metrics=models.metrics, shutdown=models.shutdown, answers_id=answers_id)
+    app.add_middleware(
+        Observed, metrics=models.metrics, shutdown=models.shutdown, answers_id=answers_id, tracer=models.tracer
+    )
     app.add_middleware(HeadAsGet)
     _document(app, models, keys)
     return app
@@ -251,13 +253,6 @@ def _operator_routes(models: Models, version: str, inside: list[Any]) -> APIRout
         return Response(b"".join(page), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return routes
-
-
-def _version() -> str:
-    try:
-        return metadata.version("shoal")
-    except metadata.PackageNotFoundError:  # not installed: run from a checkout
-        return "unknown"
 
 
 def _card(listed: ListedModel, created: int) -> ModelCard:
