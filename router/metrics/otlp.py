@@ -9,11 +9,12 @@ requests that end then have no trace; the metric `shoal_trace_spans_total` count
 import asyncio
 import contextlib
 import logging
+import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
 
 import httpx
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MOST_WAITING = 8192  # requests in the queue: some 2 kB each
 BATCH = 256  # requests in a message: some 300 kB
-AT_ONCE = 16  # requests that are encoded before the event loop goes on: about a millisecond
+AT_ONCE = 32  # requests that are encoded before the event loop goes on: about a millisecond
 EVERY_S = 1.0  # how long a request waits for others to go with it
 ANSWER_S = 10.0  # what the receiver may take for a message
 # A receiver that is away is tried again after the first of these, and then twice as late each time up to the second.
@@ -36,7 +37,7 @@ CLOSE_S = 2.0  # what is left when a router ends has this long
 TRY_AGAIN = (408, 429, 502, 503, 504)
 PATH = "/v1/traces"
 
-Value = str | int | float | Sequence[str]
+Value = str | int | tuple[str, ...]
 Sleep = Callable[[float], Awaitable[None]]
 
 
@@ -52,12 +53,11 @@ class Tracer:
         self._url = url.copy_with(path=PATH) if url.path in ("", "/") else url
         self._ratio = ratio
         self._spans = spans
-        self._resource = Resource(
-            attributes=_pairs(
-                {"service.name": "shoal", "service.version": version, "service.instance.id": router or "router"}
-            )
-        )
-        self._scope = InstrumentationScope(name="shoal", version=version)
+        told = {"service.name": "shoal", "service.version": version, "service.instance.id": router or "router"}
+        resource = Resource(attributes=[_pair(*each) for each in told.items()])
+        self._resource = ResourceSpans(resource=resource).SerializeToString()
+        scope = InstrumentationScope(name="shoal", version=version)
+        self._scope = ScopeSpans(scope=scope).SerializeToString()
         self._sleep = sleep
         self._waiting: deque[TracedRequest] = deque()
         self._news = asyncio.Event()
@@ -145,14 +145,14 @@ class Tracer:
         return True
 
     async def _encoded(self, batch: Sequence[TracedRequest]) -> bytes:
-        """The message of a batch. Lets the event loop go on from time to time."""
-        told = ScopeSpans(scope=self._scope)
+        """The message of a batch, an `ExportTraceServiceRequest`. Lets the event loop go on from time to time."""
+        parts = [self._scope]
         for number, request in enumerate(batch, 1):
-            told.spans.extend(_spans(request))
+            parts.append(_encoded_spans(request))
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
-        whole = ResourceSpans(resource=self._resource, scope_spans=[told])
-        return ExportTraceServiceRequest(resource_spans=[whole]).SerializeToString()
+        whole = self._resource + _field(2, b"".join(parts))
+        return _field(1, whole)
 
     def _lost(self, reason: str, requests: Sequence[TracedRequest]) -> None:
         self._spans.labels(reason).inc(sum(map(_num_spans, requests)))
@@ -165,8 +165,12 @@ def _num_spans(request: TracedRequest) -> int:
     return 1 + sum(len(run.phases) for run in request.runs)
 
 
-def _spans(request: TracedRequest) -> list[Span]:
-    """The spans of a request that has ended: its own, and those of its sequences' phases."""
+def _encoded_spans(request: TracedRequest) -> bytes:
+    """The spans of a request that has ended, as fields of a `ScopeSpans`: its own, and those of its sequences' phases.
+
+    A phase is a few fields around what many phases have alike. These are written here: a message object of each would
+    take five times as long.
+    """
 
     def nanoseconds(at: float) -> int:
         return round((at + request.epoch_s) * 1e9)
@@ -183,40 +187,59 @@ def _spans(request: TracedRequest) -> list[Span]:
         kind=Span.SPAN_KIND_SERVER,
         start_time_unix_nano=nanoseconds(request.arrived),
         end_time_unix_nano=nanoseconds(request.over),
-        attributes=_pairs(request.attributes()),
         status=Status(code=Status.STATUS_CODE_ERROR, message=request.error) if failed else None,
     )
+    own_id = _REQUEST_ID, request.request_id
+    told = b"".join([own.SerializeToString(), _attribute(*own_id), *map(_known_attribute, request.attributes())])
+    parts = [_field(2, told)]
     number = int.from_bytes(request.span_id)
-    spans = [own]
+    before = b"\x0a\x10" + request.trace_id + b"\x12\x08"  # fields 1 and 2: bytes
+    after = b"\x22\x08" + request.span_id  # field 4, the parent
     for run in request.runs:
         for phase in run.phases:
             number = (number + 1) % (1 << 64) or 1
-            spans.append(
-                Span(
-                    trace_id=request.trace_id,
-                    span_id=number.to_bytes(8),
-                    parent_span_id=request.span_id,
-                    name=phase.name,
-                    kind=Span.SPAN_KIND_CLIENT if phase.name == "upstream" else Span.SPAN_KIND_INTERNAL,
-                    start_time_unix_nano=nanoseconds(phase.begun),
-                    end_time_unix_nano=nanoseconds(phase.ended),
-                    attributes=_pairs({"shoal.sequence": run.number, **phase.attributes}),
-                )
-            )
-    return spans
+            times = _TIMES.pack(0x39, nanoseconds(phase.begun), 0x41, nanoseconds(phase.ended))  # fields 7 and 8
+            alike = _alike(phase.name, run.number, tuple(phase.attributes.items()))
+            parts.append(_field(2, before + number.to_bytes(8) + after + times + alike))
+    return b"".join(parts)
 
 
-def _pairs(values: Mapping[str, Value]) -> list[KeyValue]:
-    return [KeyValue(key=key, value=_value(value)) for key, value in values.items()]
+_REQUEST_ID = "shoal.request_id"
+_TIMES = struct.Struct("<BQBQ")
 
 
-def _value(value: Value) -> AnyValue:
+@lru_cache(maxsize=4096)
+def _alike(name: str, sequence: int, attributes: tuple[tuple[str, str | int], ...]) -> bytes:
+    """The fields of a phase's span that other phases have, too."""
+    kind = Span.SPAN_KIND_CLIENT if name == "upstream" else Span.SPAN_KIND_INTERNAL
+    told = [_pair("shoal.sequence", sequence), *(_pair(*each) for each in attributes)]
+    return Span(name=name, kind=kind, attributes=told).SerializeToString()
+
+
+def _field(number: int, told: bytes) -> bytes:
+    """A field that is bytes or a message, as protobuf writes it."""
+    head, length = bytearray([number << 3 | 2]), len(told)
+    while length > 0x7F:
+        head.append(length & 0x7F | 0x80)
+        length >>= 7
+    head.append(length)
+    return bytes(head) + told
+
+
+def _attribute(key: str, value: Value) -> bytes:
+    """An attribute, as a field of a `Span`."""
+    return Span(attributes=[_pair(key, value)]).SerializeToString()
+
+
+_known_attribute = lru_cache(maxsize=4096)(lambda pair: _attribute(*pair))
+
+
+def _pair(key: str, value: Value) -> KeyValue:
     match value:
         case str():
-            return AnyValue(string_value=value)
+            return KeyValue(key=key, value=AnyValue(string_value=value))
         case int():
-            return AnyValue(int_value=value)
-        case float():
-            return AnyValue(double_value=value)
+            return KeyValue(key=key, value=AnyValue(int_value=value))
         case _:
-            return AnyValue(array_value=ArrayValue(values=[AnyValue(string_value=each) for each in value]))
+            values = [AnyValue(string_value=each) for each in value]
+            return KeyValue(key=key, value=AnyValue(array_value=ArrayValue(values=values)))

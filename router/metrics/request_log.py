@@ -19,7 +19,7 @@ _current: ContextVar["RequestLog | None"] = ContextVar("request_log", default=No
 
 
 class Phases(Protocol):
-    """What becomes of a sequence, told as it happens, for its trace (`router.metrics.traces`)."""
+    """The fate of a sequence, told as it happens, for its trace (`router.metrics.traces`)."""
 
     def sent(self, replica_id: str) -> None: ...
 

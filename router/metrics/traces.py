@@ -1,12 +1,7 @@
 """Traces of requests: where the time of each has gone, for receivers of OpenTelemetry.
 
-    POST /v1/chat/completions  ├──────────────────────────────────────────────┤
-      router                   ├──┤                                               until it is sent to a replica
-      queue                       ├─────┤                                         in the replica, before its first step
-      prefill                           ├────┤                                    until its first token
-      decode                                 ├────────┤    ├────────────────┤      until its last token
-      resume                                          ├────┤                      its replica was lost, until it is sent
-      answer                                                               ├──┤   until the client has all of it
+    POST /v1/chat/completions  ├─────────────────────────────────────────────────────────────┤
+    its phases                 ├router┼queue┼prefill┼decode┼resume┼queue┼prefill┼decode┼answer┤
 
 The phases of a sequence follow each other without gaps, so they add up to the request's time. A request of several
 sequences has the phases of each, with its number in `shoal.sequence`.
@@ -28,6 +23,16 @@ from router.metrics.request_log import RequestLog
 # The header as W3C's Trace Context has it: version, trace, span, flags. Later versions may have more behind these.
 _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
+PHASES = {
+    "router": "at the router: the body comes, is checked and tokenised, and a replica is looked for, until it is sent",
+    "upstream": "of a model at another endpoint: from sending it there to the end of that answer",
+    "queue": "in the replica's queue, and the way there",
+    "prefill": "from its first step to its first token",
+    "decode": "from its first to its last token",
+    "resume": "cut off, it waits to go on elsewhere; `shoal.reason` says why, as `shoal_resumed_sequences_total` does",
+    "answer": "from its last token until the answer has ended, for its client too",
+}
+"""The spans within a request's, by name."""
 MOST_STATE = 512  # characters of `tracestate`, which W3C wants to be passed on up to this length
 MOST_SEQUENCES = 64  # of one request whose phases are told: a request may have thousands
 _AGAIN = re.compile(r"-(again\d+|answer)$")  # a sequence that goes on, as `Generation` names it
@@ -227,24 +232,21 @@ class TracedRequest(RequestLog):
             run.close(self.over)
         self.at_end(self)
 
-    def attributes(self) -> dict[str, str | int | float | list[str]]:
-        """What the request's own span tells. Nothing of what was said."""
-        told: dict[str, str | int | float | list[str]] = {
-            "http.request.method": self.method,
-            "http.route": self.path,
-            "http.response.status_code": self.status,
-            "shoal.request_id": self.request_id,
-        }
-        told |= {"gen_ai.request.model": self.model} if self.model else {}
-        told |= {"shoal.client": self.client} if self.client else {}
+    def attributes(self) -> list[tuple[str, str | int | tuple[str, ...]]]:
+        """Attributes of the request's own span, besides its id. Nothing of what was said is in them."""
+        told: list[tuple[str, str | int | tuple[str, ...]]] = [
+            ("http.request.method", self.method),
+            ("http.route", self.path),
+            ("http.response.status_code", self.status),
+        ]
         if self.sequences:
-            told |= {
-                "gen_ai.usage.input_tokens": self.prompt_tokens,
-                "gen_ai.usage.output_tokens": self.output_tokens,
-                "gen_ai.response.finish_reasons": self.finish_reasons,
-                "shoal.cached_tokens": self.cached_tokens,
-                "shoal.sequences": self.sequences,
-            }
-        told |= {"shoal.resumed": self.resumed} if self.resumed else {}
-        told |= {"error.type": self.error} if self.error else {}
-        return told
+            told += [
+                ("gen_ai.usage.input_tokens", self.prompt_tokens),
+                ("gen_ai.usage.output_tokens", self.output_tokens),
+                ("gen_ai.response.finish_reasons", tuple(self.finish_reasons)),
+                ("shoal.cached_tokens", self.cached_tokens),
+                ("shoal.sequences", self.sequences),
+            ]
+        texts = ("gen_ai.request.model", self.model), ("shoal.client", self.client), ("error.type", self.error)
+        told += [pair for pair in texts if pair[1]]
+        return [*told, ("shoal.resumed", self.resumed)] if self.resumed else told
