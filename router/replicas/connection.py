@@ -66,7 +66,7 @@ RECONNECT_MAX_S = 2.0
 MAX_UNREAD_TOKENS = 2048
 # Bytes of a frame that takes a turn of the event loop for itself: a piece of a snapshot, or a step's many events. A
 # router that starts while many replicas run gets many of them at once.
-LARGE_FRAME = 1 << 14
+LARGE_FRAME_BYTES = 1 << 14
 HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
@@ -298,7 +298,7 @@ class ReplicaConnection:
         while True:
             frame = await self._socket.recv()
             self._heard(changed)
-            if len(frame) < LARGE_FRAME:
+            if len(frame) < LARGE_FRAME_BYTES:
                 self._handle(decode_from_replica(frame), changed)
                 continue
             self._is_in_queue = True
