@@ -26,7 +26,7 @@ from worker.curve import Curve
 from worker.messages import (
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
-    MOST_BYTES,
+    MAX_FRAME_BYTES,
     PROTOCOL,
     Abort,
     AdapterChange,
@@ -202,8 +202,10 @@ class ReplicaConnection:
         """Sends the request at once. One that no replica would take from the network is refused here."""
         stream = ReplicaStream(request.request_id, self.abort)
         frame = encode(request)
-        if len(frame) > MOST_BYTES:
-            failure = Failure("invalid", f"the request takes {len(frame)} bytes within the server, above {MOST_BYTES}")
+        if len(frame) > MAX_FRAME_BYTES:
+            failure = Failure(
+                "invalid", f"the request takes {len(frame)} bytes within the server, above {MAX_FRAME_BYTES}"
+            )
             stream.feed(Output(request_id=request.request_id, finish_reason="error", failure=failure))
             return stream
         self.streams[request.request_id] = stream

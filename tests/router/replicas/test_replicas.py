@@ -480,7 +480,7 @@ def test_closing_a_stream_aborts_it_only_while_it_runs(make_stack: Make, make_re
 def test_a_request_that_no_replica_would_take_is_refused(
     make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MOST_BYTES", 100)
+    monkeypatch.setattr(connections, "MAX_FRAME_BYTES", 100)
     fake = make_replica()
     stack = make_stack(fake)
     stack.ready("r0")
