@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line. Settings of a replica are flags."""
     p = Parser("shoal plan", __doc__)
     p.add_argument("--model", required=True, metavar="MODEL", help="as for `shoal serve`; weights are not read")
-    p.add_argument("--device", dest="device_name", metavar="NAME", help="cpu, or a GPU's name (default: this machine's)")
+    p.add_argument(
+        "--device", dest="device_name", metavar="NAME", help="cpu, or a GPU's name (default: this machine's)"
+    )
     p.add_argument("--gpus", type=options.count, default=1, metavar="N", help="GPUs there are; on CPUs, replicas")
     p.add_argument("--per-node", type=options.count, default=8, metavar="N", help="GPUs of a machine (default: 8)")
     p.add_argument("--link", choices=sorted(LINKS), default="ethernet_100g", help="between machines (%(default)s)")
@@ -98,7 +100,7 @@ class Load:
         return ["--trace", str(self.trace), "--requests", str(self.requests), "--rate", f"{rate:.4g}", *cut, *limits]
 
     def at(self, rate: float) -> list[Session]:
-        """Its requests, which arrive as a Poisson process."""
+        """The requests, which arrive as a Poisson process."""
         return options.plan(options.parser().parse_args(self.options(rate)))
 
 
@@ -142,7 +144,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Carrying:
-    """What a layout carries. `rate`: requests per second of one replica; `at_rate`: summary of a replica's part of the
+    """A layout and its rate. `rate`: requests per second of one replica; `at_rate`: summary of a replica's part of the
     traffic, None where no rate is within the limits."""
 
     replica: Simulated
@@ -221,7 +223,7 @@ def layouts(args: argparse.Namespace) -> list[ParallelLayout]:
 
 
 def carrying(replica: Simulated, load: Load, rate: float) -> Carrying:
-    """What a layout carries of `rate` requests per second, and how many of its replicas are enough."""
+    """Tries what a layout carries, and how many replicas are enough for `rate` requests per second."""
     at_once = replica.serve([Session(session.turns, 0.0) for session in load.at(1.0)], load)["requests_per_s"]
     one = carried_rate(lambda tried: replica.serve(load.at(tried), load), at_once, MOST * at_once)
     if not one:
@@ -252,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
         except ServerFailed as error:
             print(f"shoal plan: {error}", file=sys.stderr)
             return 1
-        error_of = first.rate / measured - 1.0 if measured else math.inf
+        error_of = first.rate / measured - 1.0
         print(f"measured: {number(measured)} requests/s; the simulation said {number(first.rate)} ({error_of:+.1%})")
         figures.append(Figure(f"{args.name}.measured_rate", measured, "requests/s", True))
         figures.append(Figure(f"{args.name}.error", abs(error_of), "fraction", False))
@@ -282,9 +284,7 @@ def _own_rate(load: Load) -> float:
     return (len(times) - 1) / (last - first)
 
 
-def _carrying_layouts(
-    args: argparse.Namespace, folder: Path, load: Load, rate: float, longest: int
-) -> list[Carrying]:
+def _carrying_layouts(args: argparse.Namespace, folder: Path, load: Load, rate: float, longest: int) -> list[Carrying]:
     """All layouts, the best first: enough GPUs, the fewest, the soonest first token. Raises NoPlan if none carries
     anything."""
     made, why = [], []
@@ -303,9 +303,7 @@ def _carrying_layouts(
             made.append(found)
     if not made:
         raise NoPlan("; ".join(why) or f"no layout has {args.gpus} GPUs or fewer")
-    return sorted(
-        made, key=lambda each: (each.gpus > args.gpus, each.gpus, (each.at_rate or {})["ttft_s"]["p99"])
-    )
+    return sorted(made, key=lambda each: (each.gpus > args.gpus, each.gpus, (each.at_rate or {})["ttft_s"]["p99"]))
 
 
 def _measured(first: Carrying, args: argparse.Namespace, folder: Path, load: Load) -> float:
@@ -324,7 +322,10 @@ def _measured(first: Carrying, args: argparse.Namespace, folder: Path, load: Loa
             return summary
 
         put(url, [*load.options(first.rate), "--seed", "1"])  # does not count
-        return carried_rate(serve, first.rate, MOST * first.rate)
+        measured = carried_rate(serve, first.rate, MOST * first.rate)
+    if not measured:
+        raise ServerFailed("no rate that was tried is within the limits here")
+    return measured
 
 
 def _row(each: Carrying) -> dict[str, Any]:
