@@ -26,8 +26,8 @@ Known = TypeVar("Known", bound=Body)
 Route = Callable[[Request], Awaitable[Response]]
 
 DEFAULT = "default"  # a name for the only model, as clients send it that were not told any
-MOST_NAMED = 20  # names in an error
-MOST_NAME = 200  # characters
+MAX_NAMES = 20  # names in an error
+MAX_NAME_CHARS = 200  # characters
 
 
 def passed_over(request: Request) -> set[str]:
@@ -108,7 +108,7 @@ class Models:
     def check_free(self, name: str) -> None:
         """Raises ApiError (400) if there is a model or an adapter of this name."""
         if not name or self._knows(name):
-            raise invalid(f"The name {name[:MOST_NAME]!r} is taken, or empty.", "lora_name", "invalid_value")
+            raise invalid(f"The name {name[:MAX_NAME_CHARS]!r} is taken, or empty.", "lora_name", "invalid_value")
 
     def _knows(self, name: str) -> bool:
         return name in self._named or self._adapter(name) is not None
@@ -146,13 +146,13 @@ class Models:
         return min((queue.wait_s for queue in queues if queue is not None), default=0.0)
 
     def _unknown(self, name: str) -> ApiError:
-        message = f"The model {name[:MOST_NAME]!r} does not exist; this server has {self._names()}."
+        message = f"The model {name[:MAX_NAME_CHARS]!r} does not exist; this server has {self._names()}."
         return ApiError(404, message, param="model", code="model_not_found")
 
     def _names(self) -> str:
         names = [repr(listed.name) for listed in self]
-        rest = len(names) - MOST_NAMED
-        return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more: see /v1/models" if rest > 0 else "")
+        rest = len(names) - MAX_NAMES
+        return ", ".join(names[:MAX_NAMES]) + (f" and {rest} more: see /v1/models" if rest > 0 else "")
 
     # ------------------------------------------------ requests
 

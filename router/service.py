@@ -50,15 +50,15 @@ MAX_DEATHS = 3
 MAX_REFUSALS = 3
 # How often a placer may name a replica that is not connected, and the time between tries: 10 s in all. Tries are
 # counted, not time, because the placer itself may wait for a replica.
-PLACE_TRIES = 200
+MAX_PLACE_TRIES = 200
 PLACE_RETRY_S = 0.05
 # The text after an answer is computed with one token of output, the least there is, when nothing else waits.
 GREEDY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 # A shorter text is computed with the next request. A request of its own costs up to a page and one token more, and the
 # time between two requests does not make up for that.
-LEAST_PREFETCHED = 256  # characters
-MOST_PREFETCHED = 32  # of each client, texts that are computed ahead at once
-LOWEST_PRIORITY = -(1 << 31)
+MIN_PREFETCHED_CHARS = 256  # characters
+MAX_PREFETCHED_TEXTS = 32  # of each client, texts that are computed ahead at once
+MIN_PRIORITY = -(1 << 31)
 # A shorter text takes 0.5 ms, and a thread costs a busy router as much: it waits for the interpreter, and then the loop
 # does. Alongside 90 requests a second, all on one core, first tokens of others come after 115 ms instead of 176.
 SHORT_TEXT_BYTES = 2048
@@ -173,7 +173,7 @@ class Service:
 
     async def try_adapter(self, adapter: Adapter) -> None:
         """Computes a token with an adapter, so that a replica reads it. Raises ApiError if no replica can use it."""
-        one = GREEDY_TOKEN, LOWEST_PRIORITY, perf_counter()
+        one = GREEDY_TOKEN, MIN_PRIORITY, perf_counter()
         async with contextlib.aclosing(self._with(adapter).generate(f"lora-{adapter.version}", [0], *one)) as outputs:
             async for _ in outputs:
                 pass
@@ -213,7 +213,7 @@ class Service:
         most = self.highest_priority(client)
         if priority is not None and priority > most:
             raise invalid(
-                f"'priority' is {priority}; here it may be from {LOWEST_PRIORITY} to {most} (higher goes first).",
+                f"'priority' is {priority}; here it may be from {MIN_PRIORITY} to {most} (higher goes first).",
                 "priority",
                 "invalid_value",
             )
@@ -386,7 +386,7 @@ class Service:
     ) -> None:
         """Lets the home of a branch compute the constant text that will follow it, unless that is short, or the home is
         full or gone. `ticket`, `user`: those of the request before. The text counts as its client's: without tokens
-        left, nothing is computed ahead. Nor is it while `MOST_PREFETCHED` texts of the client wait: at the lowest
+        left, nothing is computed ahead. Nor is it while `MAX_PREFETCHED_TEXTS` texts of the client wait: at the lowest
         priority, they may wait for ever, and queues would fill with what no request is for."""
         home = self.programs.home(call)
         client = ticket.client.tenant
@@ -394,9 +394,9 @@ class Service:
             home is not None
             and home.replica_id in self.replicas.ready
             and call.then is not None
-            and len(call.then) >= LEAST_PREFETCHED
+            and len(call.then) >= MIN_PREFETCHED_CHARS
             and ticket.has_tokens
-            and sum(of == client for _, of in self._prefetches.values()) < MOST_PREFETCHED
+            and sum(of == client for _, of in self._prefetches.values()) < MAX_PREFETCHED_TEXTS
         ):
             text = call.then, cache_salt, ticket, user
             task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, *text))
@@ -421,7 +421,7 @@ class Service:
             request_id=request_id,
             prompt_ids=prompt_ids,
             sampling=GREEDY_TOKEN,
-            priority=LOWEST_PRIORITY,
+            priority=MIN_PRIORITY,
             client=ticket.client.tenant,
             user=user,
             weight=ticket.client.weight,
@@ -495,7 +495,7 @@ class Service:
         token_ids = _cached_as(request.prompt_ids + request.output_ids, request.prefix_salt)
         limit = max(1, request.sampling.max_tokens - len(request.output_ids))
         unreachable = set(lost)
-        for _ in range(PLACE_TRIES):
+        for _ in range(MAX_PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)
             place = self._placer.place if shared is None else partial(self._place_on_shared, shared)
             self._placing += 1

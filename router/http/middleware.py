@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 REFUSALS = (429, 503)
 IGNORED = "X-Shoal-Ignored"
 REPAIRED = "X-Shoal-Repaired"
-MOST_NAMED = 20  # names in a header
-MOST_NAME = 100  # characters
-MOST_LOGGED = 1000  # names that a process remembers
+MAX_NAMES = 20  # names in a header
+MAX_NAME_CHARS = 100  # characters
+MAX_LOGGED_NAMES = 1000  # names that a process remembers
 _NO_NAME = re.compile(r"[^!-+\--~]")  # what would be no header, or look like two names
 
 
@@ -112,13 +112,13 @@ class Observed:
         """The header that names what is passed over. The log names it once."""
         if not passed_over:
             return []
-        names = sorted({_NO_NAME.sub("?", name[:MOST_NAME]) for name in passed_over})
+        names = sorted({_NO_NAME.sub("?", name[:MAX_NAME_CHARS]) for name in passed_over})
         for name in names:
-            if name not in self._passed_over and len(self._passed_over) < MOST_LOGGED:
+            if name not in self._passed_over and len(self._passed_over) < MAX_LOGGED_NAMES:
                 self._passed_over.add(name)
                 log.info("requests have %s, which is passed over, now and from now on", name)
-        rest = ["..."] if len(names) > MOST_NAMED else []
-        return [(IGNORED.lower().encode(), ", ".join([*names[:MOST_NAMED], *rest]).encode())]
+        rest = ["..."] if len(names) > MAX_NAMES else []
+        return [(IGNORED.lower().encode(), ", ".join([*names[:MAX_NAMES], *rest]).encode())]
 
 
 def _reason(error: ApiError) -> str:

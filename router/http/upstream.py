@@ -29,7 +29,7 @@ KEPT_HEADERS = ("retry-after",)  # of the other endpoint's errors
 # Connections that are not used are closed before the other side may do so: a request on a connection that is just being
 # closed would be lost. Servers keep idle connections for 5 s or more.
 IDLE_S = 4.0
-MOST_SAID = 1000  # characters of an error that is not JSON
+MAX_REASON_CHARS = 1000  # characters of an error that is not JSON
 END = b"\n\n"  # of an event
 
 
@@ -192,7 +192,7 @@ class Upstream:
             return ApiError(502, message, code="upstream_broken")
         headers = {name: value for name in KEPT_HEADERS if (value := answer.headers.get(name))}
         if told is None:
-            said = body[:MOST_SAID].decode(errors="replace").strip()
+            said = body[:MAX_REASON_CHARS].decode(errors="replace").strip()
             message = f"The endpoint that answers for {self.model!r} answers {status}" + (f": {said}" if said else ".")
             return ApiError(status, message, code="upstream_error", headers=headers)
         return UpstreamError(status, told, headers)
