@@ -1,6 +1,6 @@
 """Traces, sent to a receiver of OpenTelemetry over HTTP (OTLP, protobuf).
 
-    TracedRequest.end ──▶ a queue of `MAX_WAITING_REQUESTS` requests ──▶ a task: batches of `MAX_BATCH_REQUESTS`, one at a time
+    TracedRequest.end ──▶ a queue of at most `MAX_WAITING_REQUESTS` ──▶ a task, batch by batch
 
 A request costs its router an entry in the queue. Where the receiver does not keep up, or is away, the queue fills, and
 requests that end then have no trace; the metric `shoal_trace_spans_total` counts them.
