@@ -103,7 +103,7 @@ lock: env  ## after a change of dependencies: their versions and checksums; ARGS
 	$(BIN)/python .ci/lock.py $(ARGS)
 
 wheelhouse: env  ## the folder wheelhouse, from which PIP_NO_INDEX=1 PIP_FIND_LINKS=$PWD/wheelhouse make env installs
-	$(BIN)/python -m pip download --dest wheelhouse $(TORCH)
+	$(BIN)/python -m pip download --dest wheelhouse "pip>=24" $(TORCH)
 	$(BIN)/python -m pip download --dest wheelhouse --require-hashes --no-deps $(LOCKS:%=--requirement %)
 
 clean:
