@@ -34,6 +34,7 @@ from cluster.config import Config
 from cluster.deployed import APP
 from cluster.followed_config import settings
 from cluster.replica import STOP_S, bundles
+from cluster.room import machines_of
 
 NAMESPACE = "shoal"
 KEEPER = "shoal serve"
@@ -145,7 +146,10 @@ def reserve(numbers: Mapping[str, int], cpus: float) -> list[str]:
     NoRoom, after which nothing is reserved that was not before."""
     have = _reserved()
     wanted = {_name(address, index, cpus): address for address, number in numbers.items() for index in range(number)}
-    nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
+    machines = machines_of(ray.nodes())
+    for address, number in numbers.items():
+        if address in machines and number * cpus > machines[address].get("CPU", 0.0):
+            raise _no_room(address, number, cpus, machines[address])
     made = {
         name: placement_group([{"CPU": cpus, f"node:{address}": NODE_SHARE}], name=name, lifetime="detached")
         for name, address in wanted.items()
@@ -155,15 +159,20 @@ def reserve(numbers: Mapping[str, int], cpus: float) -> list[str]:
     deadline = time.monotonic() + FIT_S
     for name, group in made.items():
         address = wanted[name]
-        if address in nodes and not group.wait(max(0.0, deadline - time.monotonic())):
+        if address in machines and not group.wait(max(0.0, deadline - time.monotonic())):
             for other in made.values():
                 remove_placement_group(other)
-            there = nodes[address]["Resources"].get("CPU", 0.0)
-            raise NoRoom(
-                f"{numbers[address]} routers of cpus_per_router={cpus:g} do not fit on {address}, which has {there:g} "
-                "CPUs that replicas or others use too: lower routers, cpus_per_router or replicas"
-            )
-    return [address for address in numbers if address not in nodes]
+            raise _no_room(address, numbers[address], cpus, machines[address])
+    return [address for address in numbers if address not in machines]
+
+
+def _no_room(address: str, number: int, cpus: float, there: Mapping[str, float]) -> NoRoom:
+    missing = number * cpus - there.get("CPU", 0.0)
+    lacks = f": {missing:g} are missing" if missing > 0 else " that replicas or others use too"
+    return NoRoom(
+        f"{number} routers of cpus_per_router={cpus:g} do not fit on {address}, which has {there.get('CPU', 0.0):g} "
+        f"CPUs{lacks}. Lower routers, cpus_per_router or replicas"
+    )
 
 
 def release() -> None:

@@ -8,11 +8,13 @@ serve` was killed, is taken over: as it is, or if the configuration or the code 
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 import signal
 import socket
 import ssl
+import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -35,8 +37,10 @@ from cluster.config import Config, ConfigError, DeploymentConfig, upstream_keys
 from cluster.conversion import ModelError
 from cluster.deployed import APP, scale, targets
 from cluster.followed_config import FollowedConfig, rescaled
+from cluster.head_watch import HeadWatch
 from cluster.joined import Deployed
 from cluster.models import resolve, sampling_defaults, with_draft_folder
+from cluster.room import machines_of, shortage, told
 from router.access.auth import Keys
 from router.http.listener import certificate_of
 from worker.config import AUTO_DTYPES
@@ -44,6 +48,8 @@ from worker.config import AUTO_DTYPES
 POLL_S = 0.2
 START_S = 600.0  # that a server without replicas may take
 ATTEND_S = 2.0  # between looks at a server that runs
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+ALL_INTERFACES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to listen on, and where one of them is for this machine
 
 
 class LaunchError(RuntimeError):
@@ -103,6 +109,7 @@ class _Launch:
         self._folder: Path | None = None  # of the Ray that was started here
         self._watch: local.RayWatch | None = None  # over it
         self._port: socket.socket | None = None  # of this machine, held while routers come and go
+        self._over = threading.Event()  # this process ends
         self._keeper: Any = None  # of a cluster that was joined: lets no other `shoal serve` look after it
         self._before: Deployed | None = None  # what runs on it already
         self._has_serve = False  # whether Ray Serve runs for this server alone
@@ -172,7 +179,7 @@ class _Launch:
             if now != seen and seen:
                 news.append(now)
             for line in news:
-                self._print(f"{time.strftime('%H:%M:%S')} {line}")
+                self._print_now(line)
             seen = now
             told.update(ended)
 
@@ -191,13 +198,14 @@ class _Launch:
             config = rescaled(self._config, self._given, new)
             self._check_gpus(ray.cluster_resources().get("GPU", 0), config)
             self._reserve(config)
+            self._tell_room(config)
         except (ConfigError, LaunchError) as error:
-            self._print(f"{time.strftime('%H:%M:%S')} the configuration stays as it is: {error}")
+            self._print_now(f"the configuration stays as it is: {error}")
             return
         before, self._config = numbers(self._config), config
         for deployment, number in numbers(config).items():
             if before[deployment] != number:
-                self._print(f"{time.strftime('%H:%M:%S')} {deployment}: {before[deployment]} become {number}")
+                self._print_now(f"{deployment}: {before[deployment]} become {number}")
                 scale(deployment, number)
 
     def stopped(self) -> None:
@@ -228,6 +236,7 @@ class _Launch:
         """Takes everything down that `start` brought up, however far it came. A server that ran before goes on if it
         was not taken over to the end."""
         self._quiet()
+        self._over.set()
         if self._watch is not None:
             self._watch.stop()
         if self._config.address is None:
@@ -286,10 +295,18 @@ class _Launch:
     def _join_ray(self, address: str) -> None:
         self._say(f"joining the Ray cluster at {address}")
         local.join_or_tell(address)
+        head = HeadWatch(ray.get_runtime_context().gcs_address)
+        threading.Thread(target=head.follow, args=(self._print_now, self._lose_head, self._over), daemon=True).start()
         try:
             self._keeper = joined.keep()
         except joined.Kept as error:
             raise LaunchError(str(error)) from None
+        hosts = self._config.router_hosts
+        if hosts and _this_node() not in hosts and self._config.host in LOOPBACK:
+            raise LaunchError(
+                f"host={self._config.host}: only the machines of router_hosts would reach their routers, and this is "
+                f"none of them: set host to {next(iter(ALL_INTERFACES))}"
+            )
         if joined.runs():
             self._before = joined.deployed()
             if self._before is None:
@@ -298,6 +315,11 @@ class _Launch:
                 )
         elif not self._config.router_hosts:
             local.check_port(self._config.host, self._config.port)
+
+    def _lose_head(self) -> None:
+        """Ends this process: its calls of Ray would wait until Ray ends it, without a word."""
+        self.failed(LaunchError("Ray is gone: its head does not answer. What runs on other machines cannot be changed"))
+        os._exit(1)
 
     def _deploy(self) -> None:
         signal.signal(signal.SIGTERM, self.interrupt)  # Ray has put its own handler in place of ours
@@ -316,6 +338,7 @@ class _Launch:
         self._has_serve = (before and before.has_serve) or get_global_client(False) is None
         self._deployed = True
         self._reserve(self._config)
+        self._tell_room(self._config)
         spare: set[str] = set()
         if before is not None:
             changes = before.changes(self._given)
@@ -345,6 +368,17 @@ class _Launch:
         if missing:
             self._print(f"router_hosts: not in the cluster yet: {', '.join(missing)}")
 
+    def _tell_room(self, config: Config) -> None:
+        """Prints what a cluster that was joined lacks."""
+        if config.address is None:  # Ray was started with enough
+            return
+        machines = machines_of(ray.nodes())
+        routers = dict.fromkeys(config.router_hosts or (_this_node(),), config.num_routers)
+        for most in (False, True):
+            if (short := shortage(config, machines, routers, most)) is not None:
+                self._print(told(short, config, most))
+                return
+
     def _scale(self) -> None:
         """Tells Serve the numbers of the configuration, but for what autoscaling chooses."""
         now = targets()
@@ -353,8 +387,7 @@ class _Launch:
                 scale(deployment, number)
 
     def _check_gpus(self, there: float, config: Config) -> None:
-        """Raises LaunchError if this machine has too few GPUs. A cluster may grow: for one without GPUs, only prints a
-        note."""
+        """Raises LaunchError if this machine has too few GPUs. A cluster may grow (`_tell_room`)."""
         models = [deployment for deployment in config.deployments if deployment.device == "cuda"]
         needed = sum(model.most_replicas * model.num_ranks * model.gpus_per_rank for model in models)
         if config.address is None and needed > there:
@@ -367,8 +400,6 @@ class _Launch:
                 f"{which} need {needed:g} GPUs, and this machine has {there:g}: "
                 + ("lower one of them" if there else "device cpu needs none")
             )
-        if models and not there:
-            self._print("no GPU in the cluster yet: the replicas wait for one")
 
     def _wait(self) -> None:
         within_s = max((deployment.start_timeout_s for deployment in self._config.deployments), default=START_S)
@@ -400,17 +431,37 @@ class _Launch:
         loads = _loads(f"{self._url}/state", self._config)
         for deployment in self._config.deployments:
             self._print(f"  {deployment.name}: {derived(deployment, loads.get(deployment.name, ()))}")
-        self._print(f"\nShoal serves {', '.join(names)} at {self._url}/v1\n")
-        self._print(f"  live page: {self._url}/")
-        self._print(f"  chat: shoal chat --url {self._url}")
-        self._print(f"  curl {self._url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n")
+        urls = self._urls()
+        self._print(f"\nShoal serves {', '.join(names)} at {' and '.join(f'{url}/v1' for url in urls)}\n")
+        self._print(f"  live page: {urls[0]}/")
+        self._print(f"  chat: shoal chat --url {urls[0]}")
+        self._print(f"  curl {urls[0]}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n")
         if self._folder is not None:
             self._print(f"Logs are in {local.logs(self._folder)} until it ends.\n")
-        self._print("Ctrl-C stops it.")
+        self._print(self._how_to_stop())
+
+    def _urls(self) -> list[str]:
+        """The addresses at which clients reach routers."""
+        if self._config.address is None or self._config.host not in ALL_INTERFACES:
+            return [self._url]
+        return [self._url_of(host) for host in self._config.router_hosts or [_this_node()]]
+
+    def _how_to_stop(self) -> str:
+        if self._config.address is None:
+            return "Ctrl-C stops it."
+        others = "`shoal stop` on a machine of the cluster"
+        return f"Ctrl-C stops it, and so does {others}." if self._line is not None else f"{others} stops it."
 
     @property
     def _url(self) -> str:
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._config.host, self._config.host)
+        """The address at which this process reaches routers."""
+        host = ALL_INTERFACES.get(self._config.host, self._config.host)
+        if host != self._config.host and self._config.router_hosts and _this_node() not in self._config.router_hosts:
+            host = self._config.router_hosts[0]
+        return self._url_of(host)
+
+    def _url_of(self, host: str) -> str:
+        host = f"[{host}]" if ":" in host else host
         return f"http{'s' if self._config.ssl_certfile else ''}://{host}:{self._config.port}"
 
     # ------------------------------------------------------------ the terminal
@@ -428,6 +479,10 @@ class _Launch:
     def _quiet(self) -> None:
         if self._line is not None:
             self._line.stop()
+
+    def _print_now(self, text: str) -> None:
+        """Prints a line with the time."""
+        self._print(f"{time.strftime('%H:%M:%S')} {text}")
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)

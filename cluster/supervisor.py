@@ -36,6 +36,7 @@ from typing import Literal, NoReturn, Self
 import msgspec
 import psutil
 
+from cluster.head_watch import HeadWatch
 from worker.folders import replaced
 
 PORT = 6379  # of Ray, on the head
@@ -165,6 +166,7 @@ class Supervisor:
         self._ray = _Turn()
         self._serve = _Turn()
         self._server: subprocess.Popen[bytes] | None = None
+        self._head = HeadWatch(f"{machine.head}:{PORT}") if machine.role == "worker" else None
 
     @classmethod
     def read(cls) -> Self:
@@ -179,6 +181,8 @@ class Supervisor:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while True:
+            if self._head is not None and (news := self._head.look()) is not None:
+                say(news)
             if self._has_ray() and self._machine.role == "head":
                 self._look_at_server()
             if select.select([reader], [], [], LOOK_S)[0]:
@@ -190,6 +194,8 @@ class Supervisor:
             up().touch()
             self._ray.runs()
             return True
+        if self._head is not None and self._head.is_lost:  # Ray could not start, and would say so again and again
+            return False
         if not self._ray.due():
             return False
         self.end_server()

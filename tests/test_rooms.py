@@ -32,7 +32,7 @@ ALLOWED = {
     "router.formats": {"router.chat", "worker.formats"},
     "router.text": {"router.wire", "router.chat", "router.formats", "worker.formats", "worker.messages"},
     "router.fleet": {"router.wire", "router.programs", "worker.messages", "radix"},
-    "router.metrics": {"router.programs", "worker.messages"},
+    "router.metrics": {"router.programs", "worker.messages", "worker.sparse_log"},
     "router.replicas": {
         "router.wire", "router.fleet", "router.metrics", "worker.curve", "worker.messages", "worker.sparse_log",
     },
@@ -56,16 +56,17 @@ ALLOWED = {
     },
     "router.endpoints.embeddings": {
         "router.wire", "router.text", "router.streaming", "router.access", "router.prepare", "router.service",
-        "router.generation", "router.models", "router.openapi", "worker.messages",
+        "router.generation", "router.models", "router.openapi", "router.endpoints.answering", "worker.messages",
     },
     "router.endpoints.messages": {
         "router.wire", "router.chat", "router.formats.format", "router.text", "router.streaming", "router.access",
-        "router.prepare", "router.service", "router.generation", "router.models", "router.openapi",
+        "router.prepare", "router.generation", "router.models", "router.openapi", "router.endpoints.answering",
     },
     "router.endpoints.responses": {
         "router.wire", "router.chat", "router.formats.format", "router.text", "router.config", "router.metrics",
         "router.streaming", "router.access", "router.http.body", "router.prepare", "router.generation",
-        "router.models", "router.openapi", "router.endpoints.logprobs", "worker.client_turns",
+        "router.models", "router.openapi", "router.endpoints.answering", "router.endpoints.logprobs",
+        "worker.client_turns",
     },
     "worker": {"pipeline:", "radix"},
     "worker.formats": set(),

@@ -7,17 +7,16 @@ from fastapi import APIRouter, Depends, Request, Response
 from router import openapi
 from router.access.auth import Keys, client_of
 from router.access.rate_limits import RateLimits
+from router.endpoints.answering import answered
 from router.endpoints.chat_writer import ChatFormat
 from router.endpoints.choices import ChoicesFormat, choices_job
 from router.endpoints.completion_writer import CompletionFormat
 from router.endpoints.templates import TemplateStream, template_calls
-from router.generation import Format, Generation
 from router.models import Models
 from router.prepare.prepared_request import PreparedRequest, chat_job, completion_job
 from router.prepare.program_calls import branch_call, continued_branches, held_branch, program_key
 from router.programs import BranchText
-from router.service import Service
-from router.streaming.sse import EventStream, unless_gone
+from router.streaming.sse import EventStream
 from router.wire.requests import ChatRequest, ChoicesRequest, CompletionRequest
 from router.wire.responses import ChatChunk, ChatCompletion, Completion, ScoredChoices
 
@@ -140,13 +139,3 @@ class _CompletionRoutes:
         for service in self._models.services:
             service.end_program(program_key(self._keys.tenant(request), program_id))
         return Response(status_code=204)
-
-
-async def answered(request: Request, service: Service, stream: bool, job: PreparedRequest, form: Format) -> Response:
-    """The answer to a request for text, as a whole or as a stream."""
-    request.state.also_named(job.id)
-    generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
-    if stream:
-        return EventStream(generation.stream)
-    body = await unless_gone(request.scope, request.receive, generation.whole())
-    return Response(body, media_type="application/json")

@@ -8,11 +8,11 @@ import time
 from contextlib import aclosing
 from time import perf_counter
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
 from router import openapi
 from router.access.auth import Keys, client_of
+from router.endpoints.answering import json_response
 from router.models import Models
 from router.service import GREEDY_TOKEN, Service
 from router.streaming.aborts import ALL
@@ -25,22 +25,47 @@ log = logging.getLogger(__name__)
 FLUSH_S = 10.0  # how long a replica may take to empty its cache: it does so between two steps
 PROBE_S = 20.0  # how long a model may take for one token
 PROBED_FOR_S = 1.0  # how long the result of a probe holds, however many ask
-FIRST = (1 << 31) - 1  # priority: a probe is not to wait for the queue
+PROBE_PRIORITY = (1 << 31) - 1  # priority: a probe is not to wait for the queue
 
 
 def control_routes(models: Models, keys: Keys) -> APIRouter:
     """The routes. A probe needs no API key, as `/health` and `/ready`."""
-    routes = APIRouter(tags=["operation"])
-    checked = [Depends(keys.check)]
+    return _ControlRoutes(models, keys).routes()
 
-    @routes.get("/flush_cache", include_in_schema=False, dependencies=checked)  # SGLang's other way
-    @routes.post("/reset_prefix_cache", include_in_schema=False, dependencies=checked)  # vLLM's name
-    @routes.post("/flush_cache", dependencies=checked, responses=openapi.answers(FlushedCache, 401, 403, 503))
-    async def flush_cache(request: Request) -> Response:
+
+class _ControlRoutes:
+    """The handlers of requests."""
+
+    def __init__(self, models: Models, keys: Keys) -> None:
+        self._models, self._keys = models, keys
+        self._probe = _Probe(models)
+
+    def routes(self) -> APIRouter:
+        routes = APIRouter(tags=["operation"])
+        checked = [Depends(self._keys.check)]
+        routes.post("/flush_cache", dependencies=checked, responses=openapi.answers(FlushedCache, 401, 403, 503))(
+            self.flush_cache
+        )
+        # vLLM's name, and SGLang's other way.
+        routes.post("/reset_prefix_cache", include_in_schema=False, dependencies=checked)(self.flush_cache)
+        routes.get("/flush_cache", include_in_schema=False, dependencies=checked)(self.flush_cache)
+        routes.post(
+            "/abort_request",
+            dependencies=checked,
+            openapi_extra=openapi.body(AbortRequest),
+            responses=openapi.answers(AbortedRequests, 400, 401, 403, 408, 413, 415, 503),
+        )(self.abort_request)
+        # vLLM's name.
+        routes.post("/abort_requests", include_in_schema=False, dependencies=checked)(self.abort_request)
+        health = openapi.answers(Health)
+        routes.get("/health_generate", responses=health | {503: health[200]})(self.health_generate)
+        return routes
+
+    async def flush_cache(self, request: Request) -> Response:
         """Empties the caches of prefixes of all replicas. What running requests hold stays while they run."""
-        check_admin(request, keys)
+        check_admin(request, self._keys)
         flushed = FlushedCache()
-        for service in models.services:
+        for service in self._models.services:
             told, missing = await service.replicas.flush(FLUSH_S)
             if missing:
                 names = ", ".join(sorted(missing))
@@ -49,43 +74,34 @@ def control_routes(models: Models, keys: Keys) -> APIRouter:
             flushed.replicas += len(told)
             flushed.tokens_in_use += sum(load.kv_tokens_used for load in told.values())
         log.info("the caches of %d replicas were emptied", flushed.replicas)
-        return _json(flushed)
+        return json_response(flushed)
 
-    @routes.post("/abort_requests", include_in_schema=False, dependencies=checked)  # vLLM's name
-    @routes.post(
-        "/abort_request",
-        dependencies=checked,
-        openapi_extra=openapi.body(AbortRequest),
-        responses=openapi.answers(AbortedRequests, 400, 401, 403, 408, 413, 415, 503),
-    )
-    async def abort_request(request: Request) -> Response:
+    async def abort_request(self, request: Request) -> Response:
         """Ends requests of the same client, by their names: `rid`, `request_id`, X-Request-Id, or the id of an
         answer. Names that are not known, or not the client's, are passed over."""
-        body = await models.body(request, AbortRequest)
+        body = await self._models.body(request, AbortRequest)
         names = [*([body.rid] if body.rid else []), *(body.request_ids or ())]  # an empty one stands for none
         if body.abort_all:
             if not client_of(request).tenant:  # all clients of an open server are one
-                check_admin(request, keys)
+                check_admin(request, self._keys)
             names = [ALL]
         if not names:
             raise invalid("Send 'rid', 'request_ids', or 'abort_all'.", "rid", "missing_required_parameter")
-        return _json(AbortedRequests(models.aborts.abort(client_of(request).tenant, names)))
+        return json_response(AbortedRequests(self._models.aborts.abort(client_of(request).tenant, names)))
 
-    probe = _Probe(models)
-
-    @routes.get("/health_generate", responses=openapi.answers(Health) | {503: openapi.answers(Health)[200]})
-    async def health_generate() -> Response:
+    async def health_generate(self) -> Response:
         """Whether a replica generates: 200 if one of any model gives a token within 20 s, as `/ready` also where
         autoscaling would start one or another endpoint answers, else 503. `models` has the replicas of those that
         do."""
-        found = await probe.result()
+        models = self._models
+        found = await self._probe.result()
         is_well = (any(found.values()) or bool(models.upstreams)) and not models.shutdown.has_come
         numbers = {
             service.model: len(service.replicas.ready) if found[service.model] else 0 for service in models.services
         }
-        return _json(Health("ok" if is_well else "not ready", sum(numbers.values()), numbers), 200 if is_well else 503)
-
-    return routes
+        return json_response(
+            Health("ok" if is_well else "not ready", sum(numbers.values()), numbers), 200 if is_well else 503
+        )
 
 
 def check_admin(request: Request, keys: Keys) -> None:
@@ -146,7 +162,7 @@ async def _generates(service: Service) -> bool:
         return service.answers
     try:
         async with asyncio.timeout(PROBE_S):
-            one = service.generate(f"health-{secrets.token_hex(8)}", [0], GREEDY_TOKEN, FIRST, perf_counter())
+            one = service.generate(f"health-{secrets.token_hex(8)}", [0], GREEDY_TOKEN, PROBE_PRIORITY, perf_counter())
             async with aclosing(one) as outputs:
                 async for _ in outputs:
                     return True
@@ -155,7 +171,3 @@ async def _generates(service: Service) -> bool:
     except ApiError as error:
         return error.status == 429  # a replica has said that it is full
     return False
-
-
-def _json(answer: msgspec.Struct, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(answer), status, media_type="application/json")

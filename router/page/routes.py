@@ -20,29 +20,39 @@ PAGE = Path(__file__).with_name("page.html")
 def page_routes(models: Models, version: str, needs_key: bool, inside: list[Any]) -> APIRouter:
     """The routes. The page tells nothing, and needs no API key. Its state tells what `/metrics` does, and depends on
     the same, `inside`. The chat box asks for a key if `needs_key`."""
-    routes = APIRouter(tags=["operation"])
-    content = PAGE.read_bytes()
-    headers = {
-        "Content-Security-Policy": security_policy(content.decode()),
-        "Cache-Control": "no-cache",
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-        "X-Frame-Options": "DENY",
-    }
+    return _PageRoutes(models, version, needs_key, inside).routes()
 
-    @routes.get("/", include_in_schema=False)
-    async def page() -> Response:
+
+class _PageRoutes:
+    """The handlers of requests."""
+
+    def __init__(self, models: Models, version: str, needs_key: bool, inside: list[Any]) -> None:
+        self._models, self._version, self._needs_key, self._inside = models, version, needs_key, inside
+        self._page = PAGE.read_bytes()
+        self._headers = {
+            "Content-Security-Policy": security_policy(self._page.decode()),
+            "Cache-Control": "no-cache",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+        }
+
+    def routes(self) -> APIRouter:
+        routes = APIRouter(tags=["operation"])
+        routes.get("/", include_in_schema=False)(self.page)
+        answers = openapi.answers(ServerState, *([401] if self._inside else []))
+        routes.get("/state", dependencies=self._inside, responses=answers)(self.state)
+        return routes
+
+    async def page(self) -> Response:
         """The live page."""
-        return Response(content, headers=headers, media_type="text/html; charset=utf-8")
+        return Response(self._page, headers=self._headers, media_type="text/html; charset=utf-8")
 
-    @routes.get("/state", dependencies=inside, responses=openapi.answers(ServerState, *([401] if inside else [])))
-    async def state() -> Response:
+    async def state(self) -> Response:
         """The state of the server, for the page at `/`."""
-        found = await server_state(models, version, needs_key)
+        found = await server_state(self._models, self._version, self._needs_key)
         headers = {"Cache-Control": "no-store"}
         return Response(msgspec.json.encode(found), headers=headers, media_type="application/json")
-
-    return routes
 
 
 def security_policy(page: str) -> str:

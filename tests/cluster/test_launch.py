@@ -415,6 +415,63 @@ def test_what_is_derived_is_told(settings: dict[str, Any], loads: list[int], sai
     assert any("KV" in part for part in parts) == bool(loads)
 
 
+ALL = {"address": "auto", "host": "0.0.0.0"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "hosts", "asked"),
+    [
+        ({}, ["127.0.0.1"], "127.0.0.1"),
+        ({"host": "0.0.0.0"}, ["127.0.0.1"], "127.0.0.1"),
+        (ALL, ["10.0.0.1"], "127.0.0.1"),
+        (ALL | {"router_hosts": ["10.0.0.1", "10.0.0.2"]}, ["10.0.0.1", "10.0.0.2"], "127.0.0.1"),
+        (ALL | {"router_hosts": ["10.0.0.3", "10.0.0.2"]}, ["10.0.0.3", "10.0.0.2"], "10.0.0.3"),
+        ({"address": "auto", "host": "::", "router_hosts": ["fe80::2"]}, ["[fe80::2]"], "[fe80::2]"),
+        ({"address": "auto", "host": "10.0.0.1"}, ["10.0.0.1"], "10.0.0.1"),
+    ],
+)
+def test_the_addresses_of_routers_are_those_that_clients_reach(
+    settings: dict[str, Any], hosts: list[str], asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_this_node", lambda: "10.0.0.1")
+    one = launch._Launch(Config(**settings, port=80), Console(file=io.StringIO()))
+    assert one._urls() == [f"http://{host}:80" for host in hosts]
+    assert one._url == f"http://{asked}:80"
+
+
+@pytest.mark.parametrize(
+    ("address", "is_terminal", "words", "others"),
+    [
+        (None, True, ["Ctrl-C"], ["shoal stop"]),
+        (None, False, ["Ctrl-C"], ["shoal stop"]),
+        ("auto", True, ["Ctrl-C", "`shoal stop` on a machine of the cluster"], []),
+        ("auto", False, ["`shoal stop` on a machine of the cluster"], ["Ctrl-C"]),  # as under a supervisor
+    ],
+)
+def test_how_the_server_is_stopped_is_told(
+    address: str | None, is_terminal: bool, words: list[str], others: list[str]
+) -> None:
+    one = launch._Launch(Config(address=address), Console(file=io.StringIO(), force_terminal=is_terminal))
+    line = one._how_to_stop()
+    assert all(word in line for word in words) and not any(word in line for word in others), line
+
+
+@pytest.mark.parametrize(
+    ("replicas", "machines", "said"),
+    [(2, 1, ""), (40, 1, "37.4 CPUs are missing"), (40, 11, "")],
+)
+def test_what_a_cluster_lacks_is_told_at_once(
+    replicas: int, machines: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"Alive": True, "NodeManagerAddress": f"10.0.0.{i}", "Resources": {"CPU": 4.0}} for i in range(machines)]
+    monkeypatch.setattr(launch, "_this_node", lambda: "10.0.0.0")
+    monkeypatch.setattr(launch.ray, "nodes", lambda: nodes)
+    written = io.StringIO()
+    config = Config(address="auto", device="cpu", replicas=replicas, routers=1)
+    launch._Launch(config, Console(file=written))._tell_room(config)
+    assert said in written.getvalue() and bool(said) is bool(written.getvalue())
+
+
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_router_with_a_key_and_a_certificate_is_asked(is_closed: bool, tmp_path: Path) -> None:
     """The certificate is nobody's whom this machine trusts."""

@@ -40,3 +40,19 @@ def test_ray_counts_as_started_once_nothing_starts_it_any_more(home: Path, monke
     assert one._has_ray() and not up().exists()
     monkeypatch.setattr(supervisor, "ray_runs", lambda role: True)
     assert one._has_ray() and up().exists()
+
+
+def test_a_worker_says_that_its_head_is_lost_and_starts_ray_once_it_is_back(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without starts of Ray that cannot be, each of which says so for itself."""
+    one = started(monkeypatch, "touch", str(home / "tried"))
+    assert one._head is not None
+    monkeypatch.setattr(one._head, "is_lost", True)
+    assert not one._has_ray() and not (home / "tried").exists()
+    monkeypatch.setattr(one._head, "is_lost", False)
+    assert one._has_ray() and (home / "tried").exists()
+
+
+def test_a_head_watches_none() -> None:
+    assert Supervisor(Machine("head", "", [], {}))._head is None

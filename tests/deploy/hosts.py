@@ -9,11 +9,13 @@ machine. Needs root, `ip` and sshd. Hosts may have a systemd of their own, where
 import contextlib
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -154,9 +156,10 @@ class Host:
         return {str(path.relative_to(upper)) for path in upper.rglob("*") if not path.is_dir()}
 
     def volatile(self) -> set[str]:
-        """Paths of all files in /tmp and /dev/shm."""
-        listed = self.network.ssh(self, "find /tmp /dev/shm -mindepth 1 -not -type d 2> /dev/null", check=False).stdout
-        return set(listed.split())
+        """Paths of all files in /tmp and /dev/shm, but for those of this machine that are shown there."""
+        others = " ".join(f"-path {shlex.quote(folder)} -prune -o" for folder in self.network.shown)
+        find = f"find /tmp /dev/shm -mindepth 1 {others} -not -type d -print 2> /dev/null"
+        return set(self.network.ssh(self, find, check=False).stdout.split())
 
 
 @dataclass
@@ -243,8 +246,9 @@ def network(
     """A network with these hosts, which run. At the end nothing is left of them."""
     made = Network(f"shoal{os.getpid()}", folder, shown, cgroups)
     try:
-        for name in names:
-            made.add(name).start()
+        added = [made.add(name) for name in names]
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(Host.start, added))
         yield made
     finally:
         made.close()

@@ -7,7 +7,7 @@ what clients saw is counted. `python -m tests.deploy.ray_up --stream-s 600 --out
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,16 @@ import httpx
 
 from tests.deploy.hosts import Host, Network, cgroups, network
 from tests.deploy.operator import Operator
-from tests.deploy.rehearsal import PROMPT, command, made_model, shown, step_s, undisturbed, until
+from tests.deploy.rehearsal import CONTEXT, PROMPT, command, made_model, shown, step_s, undisturbed, until
 from tests.deploy.streams import Clients, Stream
 
 STREAM_S = 60.0
+SHORTER, SHORTEST = 0.75, 0.5  # of that: streams that only have to outlast the next changes, or the next
+QUIET_S = 45.0  # that the first `ray up` takes on a quiet machine of two cores
+LOOK_S = 0.3  # between looks at what Serve has, which take CPU time from what starts
 # What others leave: logins, the system's journal, and the cache of the library that draws the benchmark's plots.
 OTHERS = ("var/log/lastlog", "var/log/wtmp", "var/log/btmp", "var/log/journal/", "home/ops/.cache/matplotlib/")
+OTHERS += ("home/ops/.cache/fontconfig/",)
 SERVE = "http://127.0.0.1:8265/api/serve/applications/"  # on the head
 SETTINGS = "cluster/ray/shoal.yaml"
 PIPELINE = "--model tiny --layouts pp2 --schedules uniform --traffic '' --jobs mini_half --shrink 64"
@@ -37,6 +41,8 @@ class Figures:
     | `longest_gap_s` | without a token, of the streams above |
     | `link_gb_s` | what a stage on one host sent to a stage on the other, in GB/s |
     | `left` | of processes, ports and files after `ray down` |
+    | `seconds` | since the beginning, by what had been done |
+    | `outlasted` | streams that were still on their way after a change, of those before it |
     """
 
     streams: int = 0
@@ -47,6 +53,7 @@ class Figures:
     left: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    outlasted: dict[str, int] = field(default_factory=dict)
 
 
 class Rehearsal:
@@ -56,7 +63,7 @@ class Rehearsal:
         self.net = net
         self.figures = Figures()
         self.step_s = step_s(stream_s)
-        self.tokens = int(stream_s / self.step_s)
+        self.pace = 1.0
         self.clients = Clients(net.enter, PROMPT)
         self._head = Clients(lambda: net.enter(net.hosts[0]), PROMPT)
         self.model = folder / "tiny-llama"
@@ -71,6 +78,16 @@ class Rehearsal:
     def say(self, what: str) -> None:
         self.figures.seconds[what] = round(time.monotonic() - self._began, 1)
         self._tell(f"{self.figures.seconds[what]:6.1f} {what}")
+
+    def said(self, what: str) -> None:
+        """A change was made under streams."""
+        self.figures.outlasted[what] = sum(not stream.future.done() for stream in self._all if stream.future)
+        self.say(what)
+
+    @property
+    def tokens(self) -> int:
+        """Of a stream: more on a busy machine, where changes take longer, as far as the context goes."""
+        return min(CONTEXT, int(self._stream_s / self.step_s * self.pace))
 
     def up(self) -> None:
         done = self.operator.ray("up")
@@ -90,34 +107,38 @@ class Rehearsal:
 
     def actors(self, deployment: str = "Replica", state: str = "RUNNING") -> dict[str, str]:
         """Those of a deployment, or of all whose names begin so: the id to the host's address."""
+        return _actors(self._deployments(), deployment, state)
+
+    def _deployments(self) -> dict[str, Any]:
+        """As Serve has them, by name; none while it does not answer."""
         token = (self.operator.home / ".ray" / "auth_token").read_text()
         try:
             answer = self._head.call("GET", SERVE, headers={"Authorization": f"Bearer {token}"})
-            found = answer.json()["applications"].get("shoal", {"deployments": {}})["deployments"]
+            found: dict[str, Any] = answer.json()["applications"].get("shoal", {"deployments": {}})["deployments"]
         except (httpx.HTTPError, ValueError):
             return {}
-        known = [each for name in found if name.startswith(deployment) for each in found[name]["replicas"]]
-        return {each["replica_id"]: each["node_ip"] for each in known if each["state"] == state}
+        return found
 
     def until_there_are(self, replicas: int, routers: int, but: set[str] | None = None) -> None:
         """Waits for these numbers, without those of `but`, and for the routers to reach the replicas."""
 
         def there() -> bool:
-            running, fronts = self.actors(), self.actors("Router")
+            found = self._deployments()
+            running, fronts = _actors(found, "Replica"), _actors(found, "Router")
             if len(running) != replicas or len(fronts) != routers or (but or set()) & {*running, *fronts}:
                 return False
             return all(self.ready(host) == replicas for host in self.net.hosts if host.address in fronts.values())
 
-        until(there, f"{replicas} replicas and {routers} routers", 400.0)
+        until(there, f"{replicas} replicas and {routers} routers", 400.0, LOOK_S)
 
     def ready(self, host: Host) -> int:
         """How many replicas the routers of a host reach."""
         answer = self.clients.call("GET", f"http://{host.address}:8000/ready")
         return sum(answer.json()["models"].values()) if answer.status_code == 200 else 0
 
-    def begin(self, *hosts: Host, tokens: int | None = None) -> None:
-        """Starts a stream by the router of each of these hosts."""
-        self._all += [self.clients.begin(host.address, tokens or self.tokens) for host in hosts]
+    def begin(self, *hosts: Host, share: float = 1.0) -> None:
+        """Starts a stream by the router of each of these hosts. `share`: of a stream's length."""
+        self._all += [self.clients.begin(host.address, int(self.tokens * share)) for host in hosts]
 
     def lose(self, host: Host) -> None:
         """A host goes without a word, and the streams that are on their way by its routers, which do not count."""
@@ -144,6 +165,11 @@ class Rehearsal:
         self._head.close()
 
 
+def _actors(deployments: Mapping[str, Any], deployment: str, state: str = "RUNNING") -> dict[str, str]:
+    known = [each for name in deployments if name.startswith(deployment) for each in deployments[name]["replicas"]]
+    return {each["replica_id"]: each["node_ip"] for each in known if each["state"] == state}
+
+
 def rehearse(r: Rehearsal) -> Figures:
     """Every change, under streams."""
     head, worker = r.net.hosts
@@ -151,40 +177,41 @@ def rehearse(r: Rehearsal) -> Figures:
     r.up()
     r.until_there_are(2, 2)
     r.say("ray up: both machines serve")
+    r.pace = max(1.0, r.figures.seconds["ray up: both machines serve"] / QUIET_S)
 
     kept = {*r.actors(), *r.actors("Router")}
     r.begin(head, head, worker)
     r.change(replicas=4, routers=2)
     r.until_there_are(4, 4)
     r.figures.reloaded_replicas += len(kept - {*r.actors(), *r.actors("Router")})
-    r.say("replicas 2 to 4, routers 1 to 2")
-    r.begin(head, head, worker)
+    r.said("replicas 2 to 4, routers 1 to 2")
+    r.begin(head, head, worker, share=SHORTER)
     kept = {*r.actors()}
     r.change(replicas=1, routers=1)
     r.until_there_are(1, 2)
     r.figures.reloaded_replicas += len({*r.actors()} - kept)
-    r.say("replicas 4 to 1, routers 2 to 1")
+    r.said("replicas 4 to 1, routers 2 to 1")
 
     serve = next(process for process, line in head.processes().items() if "shoal serve --address" in line)
     r.net.ssh(head, "pkill -KILL -f 'shoal serve --address'")
     until(lambda: serve not in head.processes(), "shoal serve is killed")
     until(lambda: "is taken over as it is" in r.operator.log(), "a new shoal serve takes over")
-    r.say("shoal serve was killed, and the next one goes on")
+    r.said("shoal serve was killed, and the next one goes on")
 
-    r.begin(head, head)
+    r.begin(head, head, share=SHORTER)
     kept = {*r.actors(), *r.actors("Router")}
     r.operator.configure(replicas=3, max_prompts=255)
     (r.operator.checkout / "worker/_version_two.py").write_text("# another version\n")
     r.up()
     r.until_there_are(3, 2, but=kept)
-    r.say("ray up: another configuration, another version")
+    r.said("ray up: another configuration, another version")
 
-    r.begin(head, head, worker)
+    r.begin(head, head, worker, share=SHORTEST)
     gone = {each for each, address in r.actors().items() if address == worker.address}
     assert 0 < len(gone) < 3, "each machine has a replica"
     r.lose(worker)
     r.until_there_are(2, 1, but=gone)
-    r.say("a worker's host is lost, and its replicas are replaced as far as there is room")
+    r.said("a worker's host is lost, and its replicas are replaced as far as there is room")
     worker.start()
     r.until_there_are(3, 2)
     r.say("the host is back")
@@ -197,7 +224,7 @@ def rehearse(r: Rehearsal) -> Figures:
         r.up()
     r.until_there_are(3, 2)
     r.say("the head was restarted")
-    r.begin(head, worker, tokens=40)
+    r.begin(head, worker, share=0.02)
     told = r.on_head("ray status && shoal status && shoal logs prompt_tokens=")
     assert "Active" in told and "tiny" in told and worker.address in told and head.address in told, told
     r.end()

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ PROMPT = "streams that last"
 # A step's time: twenty tokens a second, as of a large model; with longer streams the context has to suffice.
 STEP_S = 0.05
 CONTEXT = 4000
+POLL_S = 0.1
 
 
 def step_s(stream_s: float) -> float:
@@ -43,17 +45,19 @@ def made_model(folder: Path) -> Path:
     return model
 
 
-def until(true: Callable[[], Any], what: str, within_s: float = WAIT_S) -> Any:
-    """Polls: what is waited for is another process's doing."""
+def until(true: Callable[[], Any], what: str, within_s: float = WAIT_S, poll_s: float = POLL_S) -> Any:
+    """Polls: what is waited for is another process's doing. `poll_s`: between looks, more for those that take CPU time
+    from what is waited for."""
     deadline = time.monotonic() + within_s
     while True:
         with contextlib.suppress(httpx.TransportError):
             if result := true():
                 return result
         assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
-        time.sleep(0.1)
+        time.sleep(poll_s)
 
 
+@cache
 def undisturbed(model: Path, tokens: int) -> str:
     """What the model says, computed in this process alone."""
     from tokenizers import Tokenizer

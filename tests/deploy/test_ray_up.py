@@ -20,6 +20,7 @@ def test_no_change_fails_a_request(figures: Figures) -> None:
     assert figures.failures == []
     assert figures.streams >= 10 and figures.failed_requests == 0
     assert figures.longest_gap_s <= 5
+    assert len(figures.outlasted) == 5 and min(figures.outlasted.values()) >= 1, figures.outlasted
 
 
 def test_a_change_of_numbers_starts_nothing_that_runs(figures: Figures) -> None:

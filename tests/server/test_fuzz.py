@@ -94,6 +94,8 @@ def normal(whole: Whole) -> Any:
                 path, json=make(random.Random(number)) | ({"store": True} if path == RESPONSES else {})
             )
             assert answer.status_code == 200, answer.text
+        long = client.post("/tokenize", json={"model": MODEL, "prompt": "Long texts have a thread. " * 100})
+        assert long.status_code == 200, long.text
         assert client.get("/ready").status_code == 200
     return told
 

@@ -1,7 +1,7 @@
 """Documents in the order of their relevance to a query (`POST /v1/rerank`), and scores of pairs of texts
 (`POST /v1/score`)."""
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -13,6 +13,8 @@ from router.text.truncation import Truncation
 from router.wire.errors import invalid
 from router.wire.requests import RerankRequest, ScoreRequest
 from router.wire.responses import PromptUsage, RankedDocument, Reranking, Score, Scores, SourceDocument, Usage
+
+Pairs = TypeVar("Pairs", RerankRequest, ScoreRequest)
 
 
 def rerank_texts(request: RerankRequest, max_documents: int) -> Texts:
@@ -44,13 +46,17 @@ def _check_number(documents: int, most: int, param: str) -> None:
         raise invalid(f"There are {documents} texts in {param!r}; the limit is {most} in one request.", param)
 
 
-class RerankFormat(WholeFormat):
-    """Writes a ranking as one JSON object."""
+class PairsFormat(WholeFormat, Generic[Pairs]):
+    """Writes the answer to a request for scores of pairs as one JSON object."""
 
-    def __init__(self, job: ScoringJob, request: RerankRequest, model: str) -> None:
+    def __init__(self, job: ScoringJob, request: Pairs, model: str) -> None:
         self._job = job
-        self._request = request
+        self._request: Pairs = request
         self._model = model
+
+
+class RerankFormat(PairsFormat[RerankRequest]):
+    """A ranking."""
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
         """The documents, the most relevant first; equal ones in their own order."""
@@ -69,12 +75,8 @@ class RerankFormat(WholeFormat):
         return _encoded(Reranking, self._job, usage, model=self._model, results=results)
 
 
-class ScoreFormat(WholeFormat):
-    """Writes the scores of pairs as one JSON object."""
-
-    def __init__(self, job: ScoringJob, model: str) -> None:
-        self._job = job
-        self._model = model
+class ScoreFormat(PairsFormat[ScoreRequest]):
+    """The scores of pairs."""
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
         """The scores of all pairs, in their order."""

@@ -1,28 +1,22 @@
 """The routes of Anthropic's Messages."""
 
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from time import perf_counter
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
 from router import openapi
 from router.access.rate_limits import Kind, RateLimits
+from router.endpoints.answering import answered, json_response
 from router.endpoints.messages.reader import generation_request, messages_conversation
 from router.endpoints.messages.writer import MessagesFormat
 from router.formats.format import OutputFormat
-from router.generation import Format
 from router.models import Models
 from router.prepare.defaults import SamplingDefaults
 from router.prepare.prepared_request import PreparedRequest, conversation_job, conversation_prompt
-from router.service import Service
 from router.text.tokenizer import Tokenizer
 from router.wire.messages_types import (
     AnthropicError,
-    AnthropicModel,
-    AnthropicModelPage,
     AssistantTurn,
     CountTokensRequest,
     InputTokens,
@@ -32,28 +26,42 @@ from router.wire.messages_types import (
     ThinkingEnabled,
 )
 
-Answer = Callable[[Request, Service, bool, PreparedRequest, Format], Awaitable[Response]]
-
 FORM_PARAM = "output_config.format"
 _EVENTS = "server-sent events: message_start, ping, content_block_start, content_block_delta, ..., message_stop"
 _ERRORS = (400, 401, 404, 408, 413, 415, 500, 502)
 
 
-def messages_routes(models: Models, limits: RateLimits, answer: Answer) -> APIRouter:
-    """`/v1/messages` and what is below. `answer` runs a job and answers the request with a format's bytes."""
-    routes = APIRouter(tags=["generation"])
+def messages_routes(models: Models, limits: RateLimits) -> APIRouter:
+    """`/v1/messages` and what is below."""
+    return _MessagesRoutes(models, limits).routes()
 
-    @routes.post(
-        "/v1/messages",
-        dependencies=[Depends(limits.admit)],
-        openapi_extra=openapi.body(MessagesRequest),
-        responses=openapi.answers(MessageAnswer, *_ERRORS, 429, 503, 504, events=_EVENTS, error=AnthropicError),
-    )
-    @models.passing_on
-    async def messages(request: Request) -> Response:
+
+class _MessagesRoutes:
+    """The handlers of requests."""
+
+    def __init__(self, models: Models, limits: RateLimits) -> None:
+        self._models, self._limits = models, limits
+
+    def routes(self) -> APIRouter:
+        routes = APIRouter(tags=["generation"])
+        routes.post(
+            "/v1/messages",
+            dependencies=[Depends(self._limits.admit)],
+            openapi_extra=openapi.body(MessagesRequest),
+            responses=openapi.answers(MessageAnswer, *_ERRORS, 429, 503, 504, events=_EVENTS, error=AnthropicError),
+        )(self._models.passing_on(self.messages))
+        routes.post(
+            "/v1/messages/count_tokens",
+            dependencies=[Depends(self._limits.admit_as(Kind.TOKENISES))],
+            openapi_extra=openapi.body(CountTokensRequest),
+            responses=openapi.answers(InputTokens, *_ERRORS, 429, error=AnthropicError),
+        )(self._models.passing_on(self.count_tokens))
+        return routes
+
+    async def messages(self, request: Request) -> Response:
         """Answers a conversation by Anthropic's protocol, as a whole or as a stream."""
         arrived = perf_counter()
-        service, body, size = await models.read(request, MessagesRequest)
+        service, body, size = await self._models.read(request, MessagesRequest)
         job = await service.in_thread(
             request,
             size,
@@ -65,23 +73,14 @@ def messages_routes(models: Models, limits: RateLimits, answer: Answer) -> APIRo
             service.context_length,
             arrived,
         )
-        return await answer(request, service, bool(body.stream), job, messages_format(body, job, service.model))
+        return await answered(request, service, bool(body.stream), job, messages_format(body, job, service.model))
 
-    @routes.post(
-        "/v1/messages/count_tokens",
-        dependencies=[Depends(limits.admit_as(Kind.TOKENISES))],
-        openapi_extra=openapi.body(CountTokensRequest),
-        responses=openapi.answers(InputTokens, *_ERRORS, 429, error=AnthropicError),
-    )
-    @models.passing_on
-    async def count_tokens(request: Request) -> Response:
+    async def count_tokens(self, request: Request) -> Response:
         """The number of tokens that a conversation has as a prompt."""
-        service, body, size = await models.read(request, CountTokensRequest)
+        service, body, size = await self._models.read(request, CountTokensRequest)
         count = await service.in_thread(request, size, input_tokens, body, service.output_format, service.tokenizer)
         request.state.ticket.add_read(count)
-        return Response(msgspec.json.encode(InputTokens(count)), media_type="application/json")
-
-    return routes
+        return json_response(InputTokens(count))
 
 
 def messages_job(
@@ -127,17 +126,3 @@ def input_tokens(request: CountTokensRequest, format: OutputFormat, tokenizer: T
     """The number of tokens of a conversation, as its answer's prompt. Slow: run it in a thread. Raises ApiError."""
     _, token_ids = conversation_prompt(messages_conversation(request), format, tokenizer)
     return len(token_ids)
-
-
-def anthropic_model(name: str, created: int, context_length: int | None) -> AnthropicModel:
-    """The model, as Anthropic describes models. `created`: seconds since 1970. `context_length`: in tokens, None for a
-    model at another endpoint."""
-    at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return AnthropicModel(
-        id=name, display_name=name, created_at=at, max_input_tokens=context_length, max_tokens=context_length
-    )
-
-
-def anthropic_models(*models: AnthropicModel) -> AnthropicModelPage:
-    """Models, as a page of Anthropic's list."""
-    return AnthropicModelPage(data=list(models), first_id=models[0].id, last_id=models[-1].id)

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from router import openapi
 from router.access.auth import Keys, client_of
 from router.access.rate_limits import Kind, RateLimits
+from router.endpoints.answering import json_response
 from router.endpoints.responses.reader import Asked, references, responses_job, sent_items
 from router.endpoints.responses.runs import BackgroundRuns, KeptResponses, follow
 from router.endpoints.responses.store import Item, ResponseStore, StoredResponse, TooLarge
@@ -26,7 +27,7 @@ from router.wire.responses_types import Include, ResponsesRequest
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-PAGE, MOST = 20, 100  # items
+PAGE_ITEMS, MAX_PAGE_ITEMS = 20, 100  # items
 PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -118,7 +119,7 @@ class _ResponsesRoutes:
             await self._runs.start(tenant, stored, generation, form, bool(body.stream))
             if body.stream:
                 return EventStream(lambda emit: follow(self._kept, tenant, response.id, -1, emit))
-            return _json(response)
+            return json_response(response)
         if body.stream:
             return EventStream(lambda emit: _stream(generation, form, self._kept, tenant, stored, emit))
         answer = await unless_gone(request.scope, request.receive, generation.whole())
@@ -149,7 +150,7 @@ class _ResponsesRoutes:
         if not self._kept or not await self._kept.write(tenant, lambda store: store.delete(tenant, response_id)):
             raise _unknown(response_id)
         await self._runs.stop(response_id)
-        return _json(DeletedResponse(response_id))
+        return json_response(DeletedResponse(response_id))
 
     async def cancel_response(self, request: Request, response_id: str) -> Response:
         """Ends a response that runs in the background. One that has ended stays as it is."""
@@ -161,11 +162,11 @@ class _ResponsesRoutes:
             await self._kept.beat(tenant, lambda store: store.cancel(tenant, response_id))
             await self._runs.stop(response_id)
             response = await self._stored(request, response_id)
-        return _json(response)
+        return json_response(response)
 
     async def input_items(self, request: Request, response_id: str) -> Response:
         """The items that a stored response was asked with, the last first unless `order` is asc."""
-        limit = _number(request, "limit", PAGE, 1, MOST)
+        limit = _number(request, "limit", PAGE_ITEMS, 1, MAX_PAGE_ITEMS)
         order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
         _check_include(request)
         if order not in ("asc", "desc"):
@@ -315,10 +316,6 @@ def _page(items: list[Item], order: str, after: str | None, limit: int) -> Input
 
 def _encoded(response: ResponseObject | None) -> bytes | None:
     return None if response is None else msgspec.json.encode(response)
-
-
-def _json(answer: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def _unknown(response_id: str) -> ApiError:
