@@ -110,6 +110,17 @@ class ProgramGraph:
     stop: str = ""
     returns: bool = False
 
+    @property
+    def last_node(self) -> "ProgramGraph":
+        """The graph itself: SGLang's scripts draw it from its last statement."""
+        return self
+
+    def print_graph_dfs(self) -> str:
+        """The graph as text."""
+        from shoal.lang.drawing import graph_text
+
+        return graph_text("program", self)
+
     def prefix(self) -> str:
         """The constant text with which every run begins, up to the first placeholder or call."""
         texts: list[str] = []
