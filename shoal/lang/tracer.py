@@ -116,10 +116,8 @@ class ProgramGraph:
         return self
 
     def print_graph_dfs(self) -> str:
-        """The graph as text."""
-        from shoal.lang.drawing import graph_text
-
-        return graph_text("program", self)
+        """The statements in order, a line each."""
+        return "\n".join(f"%{node.number} branch {node.branch}: {node.expr!r}" for node in self.nodes)
 
     def prefix(self) -> str:
         """The constant text with which every run begins, up to the first placeholder or call."""
