@@ -29,9 +29,9 @@ from router.wire.responses import CompletionTokensDetails, PromptTokensDetails, 
 from worker.messages import Output, SamplingParams, SchemaCheck, TokenLogprobs
 
 # With a keyword that half of the answers violate, one in 16 is still invalid then.
-_MOST_SAMPLED_AGAIN = 3
+_MAX_SAMPLED_AGAIN = 3
 # Sequences of one request that run at once: a request of 2,048 texts must not fill the queues of replicas.
-_MOST_AT_ONCE = 512
+_MAX_SEQUENCES_AT_ONCE = 512
 
 NO_USAGE = Usage(0, 0, 0, PromptTokensDetails(0))
 OnPiece = Callable[[Piece], Awaitable[None]]
@@ -157,7 +157,7 @@ class Generation:
     async def _run_all(self, sequences: list[Coroutine[Any, Any, None]]) -> None:
         """Runs the sequences to their ends. Raises ApiError, also when the time is over."""
         async with within(self._timeout_s, self._job.arrived, self._service.missed_deadline):
-            await _together(sequences, _MOST_AT_ONCE)
+            await _together(sequences, _MAX_SEQUENCES_AT_ONCE)
 
     async def _collected(self, sequence: Choice, answer: "Answer") -> Piece:
         """Runs one sequence. Returns all of its text as one piece."""
@@ -313,7 +313,7 @@ class Generation:
 
     async def _judged(self, sequence: Choice, answer: "Answer", produced: list[int]) -> AsyncGenerator[Output, None]:
         """The outputs of a sequence after the tokens `produced`, all at its end. One that violates its schema is
-        sampled again from the value that does, at most `_MOST_SAMPLED_AGAIN` times."""
+        sampled again from the value that does, at most `_MAX_SAMPLED_AGAIN` times."""
         sampling, held, kept_ids = sequence.sampling, list[Output](), list(produced)
         while True:
             name = f"-again{answer.sampled_again}" if answer.sampled_again else ""
@@ -322,7 +322,7 @@ class Generation:
                 async for output in outputs:
                     held.append(output)
             check = held[-1].check
-            if check is None or check.valid is not False or answer.sampled_again == _MOST_SAMPLED_AGAIN:
+            if check is None or check.valid is not False or answer.sampled_again == _MAX_SAMPLED_AGAIN:
                 break
             count = sum(len(output.token_ids) for output in held)
             held = _first_tokens(held, check.kept_tokens - len(produced))

@@ -12,7 +12,9 @@ from router.access.rate_limits import RateLimits, Ticket, UsageExchange
 from router.config import RouterConfig
 from router.http.body import HeldBytes, parse, read_sent
 from router.http.upstream import Upstream, head
+from router.metrics.build import version
 from router.metrics.metrics import Metrics
+from router.metrics.otlp import Tracer
 from router.service import Service
 from router.streaming.aborts import Aborts
 from router.streaming.deadline import timeout_of
@@ -24,8 +26,8 @@ Known = TypeVar("Known", bound=Body)
 Route = Callable[[Request], Awaitable[Response]]
 
 DEFAULT = "default"  # a name for the only model, as clients send it that were not told any
-MOST_NAMED = 20  # names in an error
-MOST_NAME = 200  # characters
+MAX_NAMES = 20  # names in an error
+MAX_NAME_CHARS = 200  # characters
 
 
 def passed_over(request: Request) -> set[str]:
@@ -55,6 +57,7 @@ class Models:
     | `leaving` | whether the router is being taken away, so that `/ready` says no |
     | `shutdown` | ends all answers when the whole server ends, or this machine |
     | `aborts` | ends single requests, whose clients want that |
+    | `tracer` | traces requests; None if no receiver is configured |
     """
 
     def __init__(self, answering: Sequence[Service | Upstream], metrics: Metrics, config: RouterConfig) -> None:
@@ -67,6 +70,10 @@ class Models:
         self.leaving = False
         self.shutdown = Shutdown()
         self.aborts = Aborts()
+        self.tracer: Tracer | None = None
+        if config.otlp_traces_endpoint is not None:
+            kept = config.otlp_traces_endpoint, config.trace_sampling_ratio
+            self.tracer = Tracer(*kept, metrics.trace_spans, metrics.router, version())
         self._named: dict[str, ListedModel] = {}
         self._held = HeldBytes(config.max_held_bytes, self._shortest_wait_s)
         self._before_close: list[Callable[[], Awaitable[None]]] = []
@@ -101,7 +108,7 @@ class Models:
     def check_free(self, name: str) -> None:
         """Raises ApiError (400) if there is a model or an adapter of this name."""
         if not name or self._knows(name):
-            raise invalid(f"The name {name[:MOST_NAME]!r} is taken, or empty.", "lora_name", "invalid_value")
+            raise invalid(f"The name {name[:MAX_NAME_CHARS]!r} is taken, or empty.", "lora_name", "invalid_value")
 
     def _knows(self, name: str) -> bool:
         return name in self._named or self._adapter(name) is not None
@@ -139,13 +146,13 @@ class Models:
         return min((queue.wait_s for queue in queues if queue is not None), default=0.0)
 
     def _unknown(self, name: str) -> ApiError:
-        message = f"The model {name[:MOST_NAME]!r} does not exist; this server has {self._names()}."
+        message = f"The model {name[:MAX_NAME_CHARS]!r} does not exist; this server has {self._names()}."
         return ApiError(404, message, param="model", code="model_not_found")
 
     def _names(self) -> str:
         names = [repr(listed.name) for listed in self]
-        rest = len(names) - MOST_NAMED
-        return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more: see /v1/models" if rest > 0 else "")
+        rest = len(names) - MAX_NAMES
+        return ", ".join(names[:MAX_NAMES]) + (f" and {rest} more: see /v1/models" if rest > 0 else "")
 
     # ------------------------------------------------ requests
 
@@ -223,6 +230,8 @@ class Models:
             await service.start()
         if self._exchange is not None:
             self._exchange.start()
+        if self.tracer is not None:
+            self.tracer.start()
 
     async def close(self) -> None:
         for work in self._before_close:
@@ -233,3 +242,5 @@ class Models:
             await service.close()
         for upstream in self.upstreams:
             await upstream.close()
+        if self.tracer is not None:
+            await self.tracer.close()

@@ -50,19 +50,21 @@ MAX_DEATHS = 3
 MAX_REFUSALS = 3
 # How often a placer may name a replica that is not connected, and the time between tries: 10 s in all. Tries are
 # counted, not time, because the placer itself may wait for a replica.
-PLACE_TRIES = 200
+MAX_PLACE_TRIES = 200
 PLACE_RETRY_S = 0.05
 # The text after an answer is computed with one token of output, the least there is, when nothing else waits.
 GREEDY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 # A shorter text is computed with the next request. A request of its own costs up to a page and one token more, and the
 # time between two requests does not make up for that.
-LEAST_PREFETCHED = 256  # characters
-MOST_PREFETCHED = 32  # of each client, texts that are computed ahead at once
-LOWEST_PRIORITY = -(1 << 31)
+MIN_PREFETCHED_CHARS = 256  # characters
+MAX_PREFETCHED_TEXTS = 32  # of each client, texts that are computed ahead at once
+MIN_PRIORITY = -(1 << 31)
 # A shorter text takes 0.5 ms, and a thread costs a busy router as much: it waits for the interpreter, and then the loop
 # does. Alongside 90 requests a second, all on one core, first tokens of others come after 115 ms instead of 176.
 SHORT_TEXT_BYTES = 2048
 LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
+# Where cores are busy, a text of megabytes, which has one for seconds, yields to streams and replicas.
+LONG_TEXT_NICE = 10
 
 
 class Placer(Protocol):
@@ -152,7 +154,7 @@ class Service:
         self._resume_pace = ResumePace(self._resume_rate)
         self.replicas.on_adapters = self._hear
         self._texts = ClientTurns(min(4, os.cpu_count() or 1), "text")
-        self._long_texts = ClientTurns(2, "long-text", each=1)
+        self._long_texts = ClientTurns(2, "long-text", each=1, nice=LONG_TEXT_NICE)
         for name, path in (adapters or {}).items():
             self._take(Adapter(name, path))
 
@@ -173,7 +175,7 @@ class Service:
 
     async def try_adapter(self, adapter: Adapter) -> None:
         """Computes a token with an adapter, so that a replica reads it. Raises ApiError if no replica can use it."""
-        one = GREEDY_TOKEN, LOWEST_PRIORITY, perf_counter()
+        one = GREEDY_TOKEN, MIN_PRIORITY, perf_counter()
         async with contextlib.aclosing(self._with(adapter).generate(f"lora-{adapter.version}", [0], *one)) as outputs:
             async for _ in outputs:
                 pass
@@ -213,7 +215,7 @@ class Service:
         most = self.highest_priority(client)
         if priority is not None and priority > most:
             raise invalid(
-                f"'priority' is {priority}; here it may be from {LOWEST_PRIORITY} to {most} (higher goes first).",
+                f"'priority' is {priority}; here it may be from {MIN_PRIORITY} to {most} (higher goes first).",
                 "priority",
                 "invalid_value",
             )
@@ -308,6 +310,8 @@ class Service:
         resumed = bool(output_ids)
         deaths = 0
         told = request_log.current()
+        program = None if call is None else call.lease.owner
+        phases = None if told is None else told.phases(request_id, arrived, program)
         for run in itertools.count():
             request = Generate(
                 request_id=f"{request_id}.{run}",
@@ -326,7 +330,7 @@ class Service:
                 lease=None if call is None else call.lease,
             )
             try:
-                run_on_one = self._run(request, lost, frozenset(refused), arrived, call, shared)
+                run_on_one = self._run(request, lost, frozenset(refused), arrived, call, shared, phases)
                 async with contextlib.aclosing(run_on_one) as outputs:
                     async for output in outputs:
                         produced += output.token_ids
@@ -336,12 +340,18 @@ class Service:
                 refused[error.replica_id] = error.failure
                 if len(refused) == MAX_REFUSALS:
                     raise _overloaded(refused.values()) from None
+                if phases is not None:
+                    phases.again()
                 continue
             except NoReplica as error:
                 raise _overloaded(refused.values()) if refused else error.of(self.model) from None
             except ReaderTooSlow:
                 self.metrics.resumed("slow_reader")
+                if phases is not None:
+                    phases.lost("slow_reader")
             except ReplicaLost as error:
+                if phases is not None:
+                    phases.lost("replica_left" if error.taken_away else "replica_lost")
                 lost.append(error.replica_id)
                 deaths += not error.taken_away
                 log.warning(
@@ -378,7 +388,7 @@ class Service:
     ) -> None:
         """Lets the home of a branch compute the constant text that will follow it, unless that is short, or the home is
         full or gone. `ticket`, `user`: those of the request before. The text counts as its client's: without tokens
-        left, nothing is computed ahead. Nor is it while `MOST_PREFETCHED` texts of the client wait: at the lowest
+        left, nothing is computed ahead. Nor is it while `MAX_PREFETCHED_TEXTS` texts of the client wait: at the lowest
         priority, they may wait for ever, and queues would fill with what no request is for."""
         home = self.programs.home(call)
         client = ticket.client.tenant
@@ -386,9 +396,9 @@ class Service:
             home is not None
             and home.replica_id in self.replicas.ready
             and call.then is not None
-            and len(call.then) >= LEAST_PREFETCHED
+            and len(call.then) >= MIN_PREFETCHED_CHARS
             and ticket.has_tokens
-            and sum(of == client for _, of in self._prefetches.values()) < MOST_PREFETCHED
+            and sum(of == client for _, of in self._prefetches.values()) < MAX_PREFETCHED_TEXTS
         ):
             text = call.then, cache_salt, ticket, user
             task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, *text))
@@ -413,7 +423,7 @@ class Service:
             request_id=request_id,
             prompt_ids=prompt_ids,
             sampling=GREEDY_TOKEN,
-            priority=LOWEST_PRIORITY,
+            priority=MIN_PRIORITY,
             client=ticket.client.tenant,
             user=user,
             weight=ticket.client.weight,
@@ -436,6 +446,7 @@ class Service:
         arrived: float,
         call: BranchCall | None,
         shared: SharedReplica | None,
+        phases: request_log.Phases | None,
     ) -> AsyncGenerator[Output, None]:
         """Runs the sequence on one replica. Raises ReplicaLost, ReaderTooSlow, _Refused, ApiError."""
         try:
@@ -443,6 +454,8 @@ class Service:
             replica_id, stream = await self._send(request, lost, refused, home, shared)
             if (told := request_log.current()) is not None:
                 told.began(replica_id)
+            if phases is not None:
+                phases.sent(replica_id)
             num_tokens = len(request.prompt_ids) + len(request.output_ids)
             clock = _Clock(self.metrics.replica(replica_id), arrived, resumed=bool(request.output_ids))
             try:
@@ -453,16 +466,22 @@ class Service:
                         raise _failed(output.failure, request.request_id)
                     if told is not None and output.queue_s is not None:
                         told.queued(output.queue_s)
+                        if phases is not None:
+                            phases.queued(output.queue_s)
                     if clock.first_token(output):
                         self._fleet.first_token(request.request_id)
                         if told is not None:
                             told.first_token()
+                            if phases is not None:
+                                phases.first_token()
                     num_tokens += len(output.token_ids)
                     if call is not None:
                         self.programs.set_home(call, Home(replica_id, num_tokens))
                     yield output
             finally:
                 stream.close()
+                if phases is not None:
+                    phases.last_token(clock.last)
         finally:
             self._fleet.release(request.request_id)
 
@@ -478,7 +497,7 @@ class Service:
         token_ids = _cached_as(request.prompt_ids + request.output_ids, request.prefix_salt)
         limit = max(1, request.sampling.max_tokens - len(request.output_ids))
         unreachable = set(lost)
-        for _ in range(PLACE_TRIES):
+        for _ in range(MAX_PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)
             place = self._placer.place if shared is None else partial(self._place_on_shared, shared)
             self._placing += 1
@@ -524,6 +543,11 @@ class _Clock:
         self._arrived = arrived
         self._resumed = resumed
         self._last: float | None = None
+
+    @property
+    def last(self) -> float | None:
+        """When the last tokens came; None if none did."""
+        return self._last
 
     def first_token(self, output: Output) -> bool:
         """Records the output. Returns whether it brought the first token of this run."""

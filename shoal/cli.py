@@ -29,6 +29,7 @@ COMMANDS = {
     "logs": ("shoal.logs", "the lines about a request in the logs of all machines"),
     "pull": ("shoal.pull", "get a model, check it, and keep it in the cache"),
     "check-schema": ("shoal.check_schema", "whether structured output enforces a JSON schema, and at what cost"),
+    "plan": ("bench.pipeline.plan", "how many replicas, of which layout, carry a traffic: by simulation"),
     "bench": ("", "measure: a server under load, the engine alone, the router"),
 }
 BENCHES = {
@@ -59,6 +60,7 @@ BENCHES = {
         "bench.overhead.command",
         "the cost of a router: its CPU time for a token, and what it adds to latencies",
     ),
+    "traces": ("bench.overhead.traces", "what traces of all requests cost a router, and whether their spans add up"),
     "schemas": ("bench.schemas.command", "published JSON schemas: how many are accepted, whether masks are right"),
     "compare": ("bench.replica.compare", "one of these in this checkout and in an older one, side by side"),
 }

@@ -48,7 +48,7 @@ HEARTBEAT_TIMEOUT_MS = 2000
 # `Outputs` in the middle of a step.
 BEAT_S = 1.0
 # Of a frame that a replica takes from a router: several times what a body of 8 MiB becomes.
-MOST_BYTES = 1 << 26
+MAX_FRAME_BYTES = 1 << 26
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):

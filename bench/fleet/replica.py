@@ -30,7 +30,7 @@ from worker.engine.step_costs import step_costs
 from worker.messages import CacheEvents, ReplicaLoad
 from worker.scheduler.admission import RETRY_STEPS
 from worker.scheduler.fair_share import ClientShare, FairShare
-from worker.scheduler.waiting_queue import AGEING_TOKENS_S, LOOKUP_EVERY_STEPS, LOOKUPS_A_STEP, WINDOW
+from worker.scheduler.waiting_queue import AGEING_TOKENS_S, LOOKUP_EVERY_STEPS, LOOKUPS_A_STEP, WINDOW_SEQUENCES
 
 PUBLISH_EVERY_S = 0.05  # as `worker.engine.server`
 STARVATION_S = 5.0  # as the setting's default
@@ -266,11 +266,11 @@ class FleetReplica:
     def _window(self) -> list[SimulatedSequence]:
         """The waiting sequences that compete for being next: of each client the first ones."""
         if self._order == "fcfs" or not self._shares.is_contended:
-            return self._waiting[:WINDOW]
+            return self._waiting[:WINDOW_SEQUENCES]
         of_client: dict[ClientShare, list[SimulatedSequence]] = {}
         for seq in self._waiting:
             of_client.setdefault(seq.share, []).append(seq)
-        return [seq for queue in of_client.values() for seq in queue[: WINDOW // len(of_client)]]
+        return [seq for queue in of_client.values() for seq in queue[: WINDOW_SEQUENCES // len(of_client)]]
 
     def _in_turn(self, waiting: list[SimulatedSequence], now_s: float) -> Iterator[SimulatedSequence]:
         """Prefills and waiting sequences in the order in which they may have chunks."""

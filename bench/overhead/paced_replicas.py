@@ -16,7 +16,7 @@ from bench.secret import SECRET
 from worker.curve import REPLICA, Curve, Door
 from worker.messages import (
     BEAT_S,
-    MOST_BYTES,
+    MAX_FRAME_BYTES,
     PROTOCOL,
     Abort,
     CacheEvents,
@@ -117,7 +117,7 @@ def run(number: int, step_s: float) -> None:
     poller = zmq.Poller()
     replicas: dict[zmq.Socket[bytes], PacedReplica] = {}
     sockets = [context.socket(zmq.ROUTER) for _ in range(number)]
-    Door(context, Curve(SECRET, REPLICA), dict.fromkeys(sockets, MOST_BYTES))
+    Door(context, Curve(SECRET, REPLICA), dict.fromkeys(sockets, MAX_FRAME_BYTES))
     for index, socket in enumerate(sockets):
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.bind("tcp://127.0.0.1:*")

@@ -19,8 +19,8 @@ from worker.sparse_log import SparseLog
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0  # how often the key file is looked at, while requests come
-AUDIT_S, MOST_TOLD = 60.0, 10  # lines about refused keys in a time: a client may try many
-MOST_PATH, DIGEST_CHARS = 200, 8  # characters in such a line
+AUDIT_S, MAX_AUDIT_LINES = 60.0, 10  # lines about refused keys in a time: a client may try many
+MAX_PATH_CHARS, DIGEST_CHARS = 200, 8  # characters in such a line
 
 
 class Keys:
@@ -52,7 +52,7 @@ class Keys:
         self._seen = None if self._file is None else file_state(self._file)
         self._clients = self._by_digest({} if self._file is None else _read(self._file))
         self._looked_s = clock()
-        self._audit = SparseLog(log, AUDIT_S, clock, MOST_TOLD)
+        self._audit = SparseLog(log, AUDIT_S, clock, MAX_AUDIT_LINES)
 
     def __bool__(self) -> bool:
         return bool(self._clients)
@@ -112,7 +112,7 @@ class Keys:
         peer = "nowhere" if request.client is None else request.client.host
         # As `sha256sum` has it, so that an operator can look for a key. A digest that short does not tell the key.
         digest = hashlib.sha256(token).hexdigest()[:DIGEST_CHARS]
-        path = request.scope.get("path", "")[:MOST_PATH]
+        path = request.scope.get("path", "")[:MAX_PATH_CHARS]
         text = "a key was refused, since %s: %r asked by %s, SHA-256 of the key %s..."
         self._audit.warning(text, why, path, peer, digest)
 

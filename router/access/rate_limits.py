@@ -38,7 +38,7 @@ REPEAT_S, TRUST_S = 1.0, 5.0
 BUSY_RETRY_S = 1  # when a client with too many requests at once may try again: when one of them ends is not known
 # Tokens of a text that is only tokenised, for each that counts: what a router does with a text costs about so much less
 # than what a replica does.
-READ_FOR_ONE = 16
+READ_TOKENS_FOR_ONE = 16
 
 
 class Kind(Enum):
@@ -47,7 +47,7 @@ class Kind(Enum):
     | kind | requests in a minute | tokens in a minute | at once |
     | --- | --- | --- | --- |
     | `GENERATES` | counts | counts | counts |
-    | `TOKENISES` | counts | a part counts (`READ_FOR_ONE`) | counts |
+    | `TOKENISES` | counts | a part counts (`READ_TOKENS_FOR_ONE`) | counts |
     | `READS` what is stored | counts | | |
     | `FOLLOWS` a stored response | counts | | among those that follow, at each router |
     | `ENDS` another request, or what is stored | counts, and is never refused | | |
@@ -241,7 +241,7 @@ class Ticket:
 
     def add_read(self, tokens: int) -> None:
         """Counts tokens of a text that no model computes."""
-        self._use(-(-tokens // READ_FOR_ONE))
+        self._use(-(-tokens // READ_TOKENS_FOR_ONE))
 
     def _use(self, tokens: int) -> None:
         if self.client.tokens_per_minute is not None:

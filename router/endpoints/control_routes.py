@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 FLUSH_S = 10.0  # how long a replica may take to empty its cache: it does so between two steps
 PROBE_S = 20.0  # how long a model may take for one token
 PROBED_FOR_S = 1.0  # how long the result of a probe holds, however many ask
-FIRST = (1 << 31) - 1  # priority: a probe is not to wait for the queue
+PROBE_PRIORITY = (1 << 31) - 1  # priority: a probe is not to wait for the queue
 
 
 def control_routes(models: Models, keys: Keys) -> APIRouter:
@@ -162,7 +162,7 @@ async def _generates(service: Service) -> bool:
         return service.answers
     try:
         async with asyncio.timeout(PROBE_S):
-            one = service.generate(f"health-{secrets.token_hex(8)}", [0], GREEDY_TOKEN, FIRST, perf_counter())
+            one = service.generate(f"health-{secrets.token_hex(8)}", [0], GREEDY_TOKEN, PROBE_PRIORITY, perf_counter())
             async with aclosing(one) as outputs:
                 async for _ in outputs:
                     return True

@@ -49,7 +49,7 @@ SHARED_WEIGHTS = Weights(spread=0.2)
 # it predicts any would do.
 LENGTH_SAMPLES = 256
 # Nodes of caches that are gone, taken out of the index with each message of a replica: less than 0.1 ms.
-TIDIED = 64
+TIDIED_NODES = 64
 _row = attrgetter(*(CANDIDATE.names or ()))
 
 
@@ -136,7 +136,7 @@ class Fleet:
         snapshot are then ignored. While a snapshot comes in pieces, what has come counts."""
         with self._lock:
             for index in self._indexes.values():
-                index.tidy(TIDIED)
+                index.tidy(TIDIED_NODES)
             replica = self._replicas.get(replica_id)
             if replica is None:
                 return True

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from radix.index import set_slots
 
 EXPIRES_S = 2.0
-MOST_HASHES = 1 << 20  # of all entries together: about 100 MB
+MAX_HASHES = 1 << 20  # of all entries together: about 100 MB
 
 
 def marks(num_tokens: int) -> list[int]:
@@ -80,7 +80,7 @@ class OptimisticPrefixes:
                 holders[prefix] = bits | bit
         self._entries.append((now + EXPIRES_S, slot, hashes))
         self._num_hashes += len(hashes)
-        while self._num_hashes > MOST_HASHES:
+        while self._num_hashes > MAX_HASHES:
             self._drop_oldest()
 
     def expire(self, now: float) -> None:

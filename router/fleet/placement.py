@@ -18,9 +18,9 @@ from worker.messages import StepCosts
 Floats = NDArray[np.float64]
 DEFAULT = StepCosts()
 # Prompts have at least this part of a step: a replica computes some tokens of a prompt however many sequences decode.
-LEAST_SHARE = 0.05
+MIN_PROMPT_SHARE = 0.05
 # A busier replica counts as just so busy: what comes later would wait forever. Tuned with `Weights`.
-MOST_BUSY = 0.7
+MAX_BUSY_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
     c = {name: candidates[name] for name in CANDIDATE.names or ()}
     output_tokens = candidates["output_tokens"].mean() if len(candidates) else 0.0
     decoding_s = c["step_s"] + c["decode_s"] * c["running"] + c["context_s"] * c["context_tokens"]
-    share = np.maximum(LEAST_SHARE, 1 - decoding_s / c["full_s"])
+    share = np.maximum(MIN_PROMPT_SHARE, 1 - decoding_s / c["full_s"])
     waiting_s = c["waiting_tokens"] * c["token_s"] + c["waiting_products"] * c["product_s"]
     missing = num_prompt_tokens - cached
     own_s = missing * (c["token_s"] + c["product_s"] * (cached + missing / 2))
@@ -154,7 +154,7 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
     generation_s = own_tokens * decoding_s
     over = np.maximum(0.0, c["context_tokens"] + c["waiting_tokens"] + context - c["kv_tokens"])
     room_s = np.where(c["kv_tokens"] > 0, over / np.maximum(1.0, c["context_tokens"]) * output_tokens * decoding_s, 0.0)
-    busy = np.minimum(MOST_BUSY, c["tokens_s"] * c["token_s"] / share)
+    busy = np.minimum(MAX_BUSY_SHARE, c["tokens_s"] * c["token_s"] / share)
     later_s = c["requests_s"] / (1 - busy) * work_s * (ahead_s + work_s / 2)
     slower_s = own_tokens * (c["decode_s"] + c["context_s"] * context) * (1 + c["running"])
     return (

@@ -1,7 +1,7 @@
 """The share of recent requests that begin with a prefix, and from that how many copies of it a fleet can use.
 
 A prefix that a share p of all requests has is a share p of the work. On n replicas it is worth p n copies, so that no
-holder gets more than its part; up to `SPARE` times as many leave placement a choice.
+holder gets more than its part; up to `HOLDERS_FACTOR` times as many leave placement a choice.
 """
 
 from bisect import bisect_left
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-WINDOW, MOST = 16, 2048  # requests that are counted: for each replica, and in all
-SPARE = 1.5  # with 2, zipf at half of 64 replicas' capacity: 99th percentile of the slowdown +10%
-LEAST = 4  # requests for each replica that the first ones count as: a prefix of one or two requests is wanted nowhere
+WINDOW_REQUESTS, MAX_WINDOW_REQUESTS = 16, 2048  # requests that are counted: for each replica, and in all
+HOLDERS_FACTOR = 1.5  # with 2, zipf at half of 64 replicas' capacity: 99th percentile of the slowdown +10%
+# Requests for each replica that the first ones count as: a prefix of one or two requests is wanted nowhere.
+MIN_REQUESTS = 4
 
 
 class Popularity:
@@ -31,7 +32,7 @@ class Popularity:
         """Counts a request with these `prefix_hashes`, in a fleet of `num_replicas`."""
         self._window.append(hashes)
         self._counts.update(hashes)
-        while len(self._window) > min(MOST, WINDOW * num_replicas):
+        while len(self._window) > min(MAX_WINDOW_REQUESTS, WINDOW_REQUESTS * num_replicas):
             counts = self._counts
             for prefix in self._window.popleft():
                 left = counts[prefix] - 1
@@ -48,7 +49,7 @@ class Popularity:
         `hashes`, `ends`: the prompt's `prefix_hashes` and their lengths. `cached` [replicas]: tokens that each has.
         """
         num_replicas, counts = len(cached), self._counts
-        scale = SPARE * num_replicas / max(LEAST * num_replicas, len(self._window))
+        scale = HOLDERS_FACTOR * num_replicas / max(MIN_REQUESTS * num_replicas, len(self._window))
         if not hashes or scale * counts[hashes[0]] <= 1:
             return np.zeros(num_replicas)
         popular = bisect_left(hashes, True, key=lambda prefix: scale * counts[prefix] <= 1)  # shares only fall

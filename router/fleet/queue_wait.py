@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.fleet.placement import LEAST_SHARE, Candidates, Floats
+from router.fleet.placement import MIN_PROMPT_SHARE, Candidates, Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ def wait_s(candidates: Candidates) -> Floats:
     c = candidates
     decoding_s = c["step_s"] + c["decode_s"] * c["running"] + c["context_s"] * c["context_tokens"]
     waiting_s = c["waiting_tokens"] * c["token_s"] + c["waiting_products"] * c["product_s"]
-    ahead_s = waiting_s / np.maximum(LEAST_SHARE, 1 - decoding_s / c["full_s"])
+    ahead_s = waiting_s / np.maximum(MIN_PROMPT_SHARE, 1 - decoding_s / c["full_s"])
     running_s = np.where(c["running"] + c["waiting"] > 0, np.minimum(c["full_s"], decoding_s + waiting_s), 0.0)
     held = c["context_tokens"] + c["waiting_tokens"] + c["waiting"] * c["output_tokens"] / 2
     over = np.where(c["kv_tokens"] > 0, np.maximum(0.0, held - c["kv_tokens"]), 0.0)

@@ -22,8 +22,8 @@ from router.wire.unknown_fields import without_unknown
 
 Known = TypeVar("Known", bound=Body)
 
-MOST_SAID = 1000  # characters of a fault
-LEAST_BYTES = 8 << 10  # of a body in each `header_timeout_s`, unless it ends
+MAX_REASON_CHARS = 1000  # characters of a fault
+MIN_BODY_BYTES = 8 << 10  # of a body in each `header_timeout_s`, unless it ends
 
 _AT = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
@@ -84,7 +84,7 @@ async def read_sent(request: Request, limits: RouterConfig, held: HeldBytes) -> 
 
     | status | reason |
     | --- | --- |
-    | 408 | the body took longer than `body_timeout_s`, or `header_timeout_s` brought less than `LEAST_BYTES` of it |
+    | 408 | the body took longer than `body_timeout_s`, or `header_timeout_s` brought less than `MIN_BODY_BYTES` of it |
     | 413 | the body has more than `max_body_bytes`, counted while reading: a body need not announce its length |
     | 415 | the body is compressed |
     | 503 | its client's share of the bytes that `held` may have is used up |
@@ -109,7 +109,7 @@ async def read_sent(request: Request, limits: RouterConfig, held: HeldBytes) -> 
     counted.check(expected)
     clock = asyncio.get_running_loop().time
     ends_s = clock() + limits.body_timeout_s
-    body, due = bytearray(), LEAST_BYTES
+    body, due = bytearray(), MIN_BODY_BYTES
     try:
         async with asyncio.timeout_at(min(ends_s, clock() + limits.header_timeout_s)) as timeout:
             async for chunk in request.stream():
@@ -118,12 +118,12 @@ async def read_sent(request: Request, limits: RouterConfig, held: HeldBytes) -> 
                 if len(body) > max_bytes:
                     raise too_large
                 if len(body) >= due:
-                    due = len(body) + LEAST_BYTES
+                    due = len(body) + MIN_BODY_BYTES
                     timeout.reschedule(min(ends_s, clock() + limits.header_timeout_s))
     except TimeoutError:
         message = f"The body of the request took longer than {limits.body_timeout_s:g} s."
         if clock() < ends_s:
-            least = f"less than {LEAST_BYTES} bytes of it in {limits.header_timeout_s:g} s"
+            least = f"less than {MIN_BODY_BYTES} bytes of it in {limits.header_timeout_s:g} s"
             message = f"The body of the request comes too slowly: {least}."
         raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
     except ClientDisconnect:
@@ -214,7 +214,8 @@ def _explained(reason: str, kind: Any, inside: str = "") -> ApiError:
     path = f"{inside}.{path}".removesuffix(".").replace(".[", "[") if inside else path
     if at:
         reason = reason[: at.start()]
-    reason = reason if len(reason) < MOST_SAID else f"{reason[:MOST_SAID]}..."  # it may repeat what was sent
+    if len(reason) >= MAX_REASON_CHARS:  # it may repeat what was sent
+        reason = f"{reason[:MAX_REASON_CHARS]}..."
     field = _FIELD.match(reason)
     if field:
         param = f"{path}.{field['name']}" if path else field["name"]

@@ -22,7 +22,7 @@ LINGER_S = 1.0
 # most clients that have not left get their answer; the second once a reset has had time to arrive; then at intervals.
 PROBE_AFTER_S, PROBE_AGAIN_S, PROBE_EVERY_S = 1.0, 0.25, 5.0
 # Bytes that may come for each byte of a body, with the framing of chunks: a chunk of one byte takes six.
-FRAMING = 8
+FRAMING_BYTES = 8
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 COMMENT = b":\n\n"  # a comment among server-sent events
@@ -221,7 +221,7 @@ class ClientConnection(HttpToolsProtocol):
                 self._refuse(invalid(f"The request is not valid HTTP/1.1: {reason}.", code="invalid_http"))
         else:
             # Everything but the body is headers, trailers or chunk framing, and the parser keeps it in memory.
-            if self._received - FRAMING * self._of_body > self._limits.max_header_bytes:
+            if self._received - FRAMING_BYTES * self._of_body > self._limits.max_header_bytes:
                 self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:

@@ -10,6 +10,8 @@ from router.access.rate_limits import Ticket
 from router.http.upstream import UpstreamError
 from router.metrics import request_log
 from router.metrics.metrics import Metrics
+from router.metrics.otlp import Tracer
+from router.metrics.traces import TracedRequest
 from router.streaming.dialects import error_response, id_headers
 from router.streaming.shutdown import Shutdown
 from router.wire import request_id
@@ -20,9 +22,9 @@ log = logging.getLogger(__name__)
 REFUSALS = (429, 503)
 IGNORED = "X-Shoal-Ignored"
 REPAIRED = "X-Shoal-Repaired"
-MOST_NAMED = 20  # names in a header
-MOST_NAME = 100  # characters
-MOST_LOGGED = 1000  # names that a process remembers
+MAX_NAMES = 20  # names in a header
+MAX_NAME_CHARS = 100  # characters
+MAX_LOGGED_NAMES = 1000  # names that a process remembers
 _NO_NAME = re.compile(r"[^!-+\--~]")  # what would be no header, or look like two names
 
 
@@ -47,14 +49,17 @@ class Observed:
 
     The request's `RequestLog` is written when it has ended, or by the runner of a request that goes on.
 
-    `answers_id`: whether the answer carries `request_id` as X-Request-Id.
+    `answers_id`: whether the answer carries `request_id` as X-Request-Id. `tracer`: traces requests that generate.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, shutdown: Shutdown, answers_id: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, shutdown: Shutdown, answers_id: bool, tracer: Tracer | None = None
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._shutdown = shutdown
         self._answers_id = answers_id
+        self._tracer = tracer
         self._passed_over: set[str] = set()  # what the log has named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +71,8 @@ class Observed:
         state = scope.setdefault("state", {})
         state["request_id"], state["name"] = known, request_id.name(known) if given else known
         state["send"], state["shutdown"] = send, self._shutdown
-        told = request_log.RequestLog(known)
+        traced = None if self._tracer is None else self._tracer.begin(known, scope["headers"], scope["method"])
+        told = request_log.RequestLog(known) if traced is None else traced
         header = id_headers(scope, self._answers_id)
 
         async def observed(message: Message) -> None:
@@ -82,6 +88,8 @@ class Observed:
                 path = "unknown" if route is None else route.path
                 model = told.model = state.get("model", "")
                 self._metrics.responses.labels(model, path, message["status"]).inc()
+                if traced is not None:
+                    traced.path, traced.status = path, message["status"]
                 error: ApiError | None = state.get("error")
                 if error is not None and error.status in REFUSALS:
                     self._metrics.refused.labels(model, error.status, _reason(error)).inc()
@@ -97,18 +105,20 @@ class Observed:
                 work()
             _end_ticket(state)
             _write_log(state, told)
+            if traced is not None:
+                _end_trace(state, traced)
 
     def _told(self, passed_over: set[str] | None) -> list[tuple[bytes, bytes]]:
         """The header that names what is passed over. The log names it once."""
         if not passed_over:
             return []
-        names = sorted({_NO_NAME.sub("?", name[:MOST_NAME]) for name in passed_over})
+        names = sorted({_NO_NAME.sub("?", name[:MAX_NAME_CHARS]) for name in passed_over})
         for name in names:
-            if name not in self._passed_over and len(self._passed_over) < MOST_LOGGED:
+            if name not in self._passed_over and len(self._passed_over) < MAX_LOGGED_NAMES:
                 self._passed_over.add(name)
                 log.info("requests have %s, which is passed over, now and from now on", name)
-        rest = ["..."] if len(names) > MOST_NAMED else []
-        return [(IGNORED.lower().encode(), ", ".join([*names[:MOST_NAMED], *rest]).encode())]
+        rest = ["..."] if len(names) > MAX_NAMES else []
+        return [(IGNORED.lower().encode(), ", ".join([*names[:MAX_NAMES], *rest]).encode())]
 
 
 def _reason(error: ApiError) -> str:
@@ -129,6 +139,16 @@ def _write_log(state: dict[str, Any], told: request_log.RequestLog) -> None:
         text = "request %s ended with %d %s: %s"
         what = told.request_id, error.status, _reason(error), error.message
         log.log(level, text, *what, extra=told.fields() | {"status": error.status})
+
+
+def _end_trace(state: dict[str, Any], traced: TracedRequest) -> None:
+    """Ends the trace of a request that generates, unless it goes on after its answer."""
+    ticket: Ticket | None = state.get("ticket")
+    error: ApiError | None = state.get("error")
+    if error is not None:
+        traced.error = _reason(error)
+    if ticket is not None and ticket.generates and not ticket.kept:
+        traced.end()
 
 
 def _end_ticket(state: dict[str, Any]) -> None:

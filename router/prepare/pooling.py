@@ -12,7 +12,7 @@ from router.config import ModelConfig
 
 # Modes in the configuration of sentence-transformers' pooling, and Shoal's names for those that exist here.
 MODES: dict[str, Literal["last", "mean"]] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
-_LEAST_NORM = 1e-12
+_MIN_NORM = 1e-12
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Pooling:
 
 def normalised(values: np.ndarray) -> np.ndarray:
     """A vector's direction: `values` divided by their length."""
-    return values / max(float(np.linalg.norm(values)), _LEAST_NORM)
+    return values / max(float(np.linalg.norm(values)), _MIN_NORM)
 
 
 def _modules(folder: Path) -> Iterator[tuple[str, str]]:

@@ -13,8 +13,8 @@ from router.wire.errors import ApiError, invalid
 
 # The text is cut in two at a place between two words, so far before its end that what follows cannot change it. Texts
 # this long on both sides of the place are looked at.
-AROUND = 64
-LEAST = 512  # characters; shorter texts are tokenised with what follows them
+AROUND_CHARS = 64
+MIN_CUT_CHARS = 512  # characters; shorter texts are tokenised with what follows them
 
 _BEGINS = BranchText()  # what a prompt follows: nothing
 
@@ -142,11 +142,11 @@ def _forked(common: str, texts: Sequence[str], encode: Callable[[str, bool], lis
 def _cut(text: str, encode: Callable[[str, bool], list[int]]) -> int:
     """A place at which the text may be cut without a change of its tokens: before a space between two words. 0 if there
     is none."""
-    if len(text) < LEAST:
+    if len(text) < MIN_CUT_CHARS:
         return 0
-    at = len(text) - AROUND
-    while (at := text.rfind(" ", AROUND, at)) > 0:
+    at = len(text) - AROUND_CHARS
+    while (at := text.rfind(" ", AROUND_CHARS, at)) > 0:
         if text[at - 1].isalpha() and text[at + 1].isalpha():
-            before, after = text[at - AROUND : at], text[at : at + AROUND]
+            before, after = text[at - AROUND_CHARS : at], text[at : at + AROUND_CHARS]
             return at if encode(before, False) + encode(after, False) == encode(before + after, False) else 0
     return 0

@@ -11,7 +11,7 @@ from worker.messages import Grammar, SamplingParams
 
 _SEED_BITS = 63
 # Below this, dividing logits by the temperature overflows float32, and the choice is greedy anyway.
-_COLDEST = 1e-4
+_MIN_TEMPERATURE = 1e-4
 
 
 def sampling_params(
@@ -60,7 +60,7 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
 
 def is_greedy(temperature: float) -> bool:
     """Whether the temperature is so low that the likeliest token is always taken."""
-    return temperature < _COLDEST
+    return temperature < _MIN_TEMPERATURE
 
 
 def sequence_seed(seed: int | None, choice: int) -> int:

@@ -26,7 +26,7 @@ from worker.curve import Curve
 from worker.messages import (
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
-    MOST_BYTES,
+    MAX_FRAME_BYTES,
     PROTOCOL,
     Abort,
     AdapterChange,
@@ -66,7 +66,7 @@ RECONNECT_MAX_S = 2.0
 MAX_UNREAD_TOKENS = 2048
 # Bytes of a frame that takes a turn of the event loop for itself: a piece of a snapshot, or a step's many events. A
 # router that starts while many replicas run gets many of them at once.
-LARGE_FRAME = 1 << 14
+LARGE_FRAME_BYTES = 1 << 14
 HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
@@ -202,8 +202,10 @@ class ReplicaConnection:
         """Sends the request at once. One that no replica would take from the network is refused here."""
         stream = ReplicaStream(request.request_id, self.abort)
         frame = encode(request)
-        if len(frame) > MOST_BYTES:
-            failure = Failure("invalid", f"the request takes {len(frame)} bytes within the server, above {MOST_BYTES}")
+        if len(frame) > MAX_FRAME_BYTES:
+            failure = Failure(
+                "invalid", f"the request takes {len(frame)} bytes within the server, above {MAX_FRAME_BYTES}"
+            )
             stream.feed(Output(request_id=request.request_id, finish_reason="error", failure=failure))
             return stream
         self.streams[request.request_id] = stream
@@ -298,7 +300,7 @@ class ReplicaConnection:
         while True:
             frame = await self._socket.recv()
             self._heard(changed)
-            if len(frame) < LARGE_FRAME:
+            if len(frame) < LARGE_FRAME_BYTES:
                 self._handle(decode_from_replica(frame), changed)
                 continue
             self._is_in_queue = True

@@ -24,8 +24,8 @@ from worker.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
-MOST_UNSENT = 10_000  # bookings that wait for one router, before newer ones are dropped: about 10 MB
-MOST_HEARD_BYTES = 1 << 10  # of a frame: others only subscribe
+MAX_UNSENT_BOOKINGS = 10_000  # bookings that wait for one router, before newer ones are dropped: about 10 MB
+MAX_HEARD_BYTES = 1 << 10  # of a frame: others only subscribe
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(PeerBooking)
 
@@ -51,8 +51,8 @@ class Peers:
         machine."""
         self._context = context
         self._out = context.socket(zmq.PUB)
-        self._out.setsockopt(zmq.SNDHWM, MOST_UNSENT)
-        self._door = Door(context, self._curve, {self._out: MOST_HEARD_BYTES})
+        self._out.setsockopt(zmq.SNDHWM, MAX_UNSENT_BOOKINGS)
+        self._door = Door(context, self._curve, {self._out: MAX_HEARD_BYTES})
         try:
             self._out.bind(f"tcp://{self._host}:*")
         except zmq.ZMQError:
@@ -107,7 +107,7 @@ class Peers:
             return
         with self._context.socket(zmq.SUB) as socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, MOST_UNSENT)
+            socket.setsockopt(zmq.RCVHWM, MAX_UNSENT_BOOKINGS)
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             self._curve.calls(socket)
             try:

@@ -7,7 +7,7 @@ from router.formats.format import OutputFormat
 from router.text.tokenizer import Tokenizer
 
 _ANSWER, _NEXT = "Answer1234", "Next5678"
-_LONGEST = 40  # characters that are told
+_MAX_TOLD_CHARS = 40  # characters that are told
 
 
 def unended_turn(tokenizer: Tokenizer, format: OutputFormat, end_ids: Collection[int]) -> str | None:
@@ -29,4 +29,4 @@ def unended_turn(tokenizer: Tokenizer, format: OutputFormat, end_ids: Collection
     first = tokenizer.encode_continuation(after)[0]
     if first in end_ids:
         return None
-    return tokenizer.token_text(first) if first in tokenizer.special_ids else after[:_LONGEST]
+    return tokenizer.token_text(first) if first in tokenizer.special_ids else after[:_MAX_TOLD_CHARS]

@@ -8,12 +8,12 @@ from msgspec import UNSET, UnsetType
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-_LEAST_LOGPROB = -9999.0
+_MIN_LOGPROB = -9999.0
 
 
 def finite(logprob: float) -> float:
     """The log probability, or -9999 for minus infinity, as OpenAI does: JSON cannot express infinity."""
-    return max(logprob, _LEAST_LOGPROB)
+    return max(logprob, _MIN_LOGPROB)
 
 
 class PromptTokensDetails(msgspec.Struct):

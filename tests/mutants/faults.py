@@ -263,7 +263,7 @@ FAULTS = [
     Fault(
         "overloaded-replica-has-negative-costs",
         "router/fleet/placement.py",
-        'busy = np.minimum(MOST_BUSY, c["tokens_s"] * c["token_s"] / share)\n',
+        'busy = np.minimum(MAX_BUSY_SHARE, c["tokens_s"] * c["token_s"] / share)\n',
         'busy = c["tokens_s"] * c["token_s"] / share\n',
         PLACEMENT,
     ),

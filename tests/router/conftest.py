@@ -42,7 +42,7 @@ from tests.quick_http import local_socket
 from worker.curve import REPLICA, Curve, Door
 from worker.messages import (
     BEAT_S,
-    MOST_BYTES,
+    MAX_FRAME_BYTES,
     PROTOCOL,
     Abort,
     CacheEvents,
@@ -271,7 +271,7 @@ class FakeReplica:
         self._outside = zmq.Context()
         self._socket = self._outside.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._door = Door(self._outside, Curve(SECRET, REPLICA), {self._socket: MOST_BYTES})
+        self._door = Door(self._outside, Curve(SECRET, REPLICA), {self._socket: MAX_FRAME_BYTES})
         self._socket.setsockopt(zmq.SNDHWM, 0)  # at the mark, a ROUTER would drop what it cannot send
         while True:
             try:

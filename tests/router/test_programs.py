@@ -653,7 +653,7 @@ def test_texts_that_follow_do_not_pile_up(
     make_stack: Any, make_replica: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the lowest priority they may wait for ever, in the queues of requests that are waited for."""
-    monkeypatch.setattr(service, "MOST_PREFETCHED", 2)
+    monkeypatch.setattr(service, "MAX_PREFETCHED_TEXTS", 2)
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
     fake = make_replica()

@@ -230,7 +230,7 @@ def test_no_replica_left_in_the_middle(make_stack: Make, make_replica: Make) -> 
 def test_a_placer_that_names_replicas_that_are_gone_is_asked_so_often_however_long_it_takes(
     make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "PLACE_TRIES", 3)
+    monkeypatch.setattr(service, "MAX_PLACE_TRIES", 3)
     monkeypatch.setattr(service, "PLACE_RETRY_S", 0)
     stack = make_stack(make_replica())
     excluded: list[frozenset[str]] = []

@@ -5,7 +5,7 @@ from worker.drafts.drafter import Drafter
 # Weight of the initial value, and how fast what was learned fades, in verified drafts.
 PRIOR_DRAFTS, MEMORY_DRAFTS = 8.0, 2048.0
 # A sequence's own rate counts as much as the replica's after this many of its drafts.
-OWN_DRAFTS, OWN_MEMORY = 16.0, 64.0
+OWN_DRAFTS, OWN_MEMORY_DRAFTS = 16.0, 64.0
 
 
 class Acceptance:
@@ -43,7 +43,7 @@ class Acceptance:
         rate = self._right[evidence] / self._tried[evidence]
         if key in self._own:
             right, expected = self._own[key]
-            fade = 1.0 - tried / OWN_MEMORY if tried < OWN_MEMORY else 0.0
+            fade = 1.0 - tried / OWN_MEMORY_DRAFTS if tried < OWN_MEMORY_DRAFTS else 0.0
             self._own[key] = right * fade + accepted, expected * fade + tried * rate
         fade = 1.0 - min(tried, MEMORY_DRAFTS / 2) / MEMORY_DRAFTS
         self._right[evidence] = self._right[evidence] * fade + accepted

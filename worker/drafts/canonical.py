@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 from worker.structured_output.tokens import GrammarVocabulary
 
-_MOST_CACHED = 8192
-_LONGEST_CACHED_BYTES = 1024
-_MOST_CUT = 4
+_MAX_CACHED_TEXTS = 8192
+_MAX_CACHED_BYTES = 1024
+_MAX_CUT_TOKENS = 4
 
 
 class TokenisedText(NamedTuple):
@@ -50,9 +50,9 @@ class CanonicalTokenizer:
             self._cached.move_to_end(data)
             return found
         found = self._encode(data)
-        if len(data) <= _LONGEST_CACHED_BYTES:
+        if len(data) <= _MAX_CACHED_BYTES:
             self._cached[data] = found
-            if len(self._cached) > _MOST_CACHED:
+            if len(self._cached) > _MAX_CACHED_TEXTS:
                 self._cached.popitem(last=False)
         return found
 
@@ -86,7 +86,7 @@ class CanonicalTokenizer:
     def _certain(self, token_ids: list[int], more: bytes) -> int:
         """How many of the tokens stay, whatever follows `more`, which follows them."""
         certain, rest = len(token_ids), more
-        for count in range(len(token_ids), max(-1, len(token_ids) - _MOST_CUT - 1), -1):
+        for count in range(len(token_ids), max(-1, len(token_ids) - _MAX_CUT_TOKENS - 1), -1):
             if count < len(token_ids):
                 rest = self.token_bytes[token_ids[count]] + rest
             if rest and self._begins_longer(rest):

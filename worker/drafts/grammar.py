@@ -9,7 +9,7 @@ from worker.drafts.canonical import CanonicalTokenizer
 from worker.drafts.drafter import Drafter, Proposal
 from worker.structured_output import GrammarState
 
-_MOST_STEPS = 64  # of the matcher, for one proposal
+_MAX_MATCHER_STEPS = 64  # of the matcher, for one proposal
 _BYTES_A_TOKEN = 8
 _SPACED = b":,"  # after these, grammars of JSON leave a space to choice
 _OPENING = (b'"', b"{", b"[")
@@ -126,7 +126,7 @@ class GrammarDrafter(Drafter):
         the first guess, by its text and its place in it; and these tokens."""
         matcher, texts, only, first_guess, steps = following.state.matcher, [b""], list[int](), None, 0
         try:
-            while steps < _MOST_STEPS and len(texts[-1]) < most_bytes:
+            while steps < _MAX_MATCHER_STEPS and len(texts[-1]) < most_bytes:
                 more = forced_bytes(matcher)
                 if not more and guess and not (only and not texts[-1]):
                     last = texts[-1][-1] if texts[-1] else following.last

@@ -13,10 +13,10 @@ from worker.structured_output import GrammarState
 
 log = logging.getLogger(__name__)
 
-FORGET = 0.999  # of its cost, with each step in which it did not pay: so it is measured again some time
+BELIEF_FADE = 0.999  # of its cost, with each step in which it did not pay: so it is measured again some time
 # Passes, at first, over which the reading of prompts is spread: a prompt is read once for all drafts of its output.
 READING_PASSES = 256.0
-FADE = 0.998  # of the passes that have been counted, with each proposal
+READING_FADE = 0.998  # of the passes that have been counted, with each proposal
 _NO_PAGES = np.empty(0, dtype=np.int32)
 
 
@@ -115,7 +115,7 @@ class ModelDrafter(Drafter):
 
     def passed_over(self) -> None:
         """Told when proposals would have cost more than they give."""
-        self._belief *= FORGET
+        self._belief *= BELIEF_FADE
 
     def propose_all(self, sequences: Sequence[Draftable], most: Sequence[int]) -> list[Proposal]:
         """The drafts of each sequence, at most `most` of them and as many as its pages have room for. Sequences' last
@@ -151,8 +151,8 @@ class ModelDrafter(Drafter):
         shape = _shape(first)
         single = BatchShape.decoding(len(first), int((first.starts + first.lengths).sum()))
         reading = self._costs.seconds(shape) - (single_s := self._costs.seconds(single))
-        self._reading = FADE * self._reading + (max(0.0, reading / single_s) if single_s > 0.0 else 0.0)
-        self._passes = FADE * self._passes + len(plans)
+        self._reading = READING_FADE * self._reading + (max(0.0, reading / single_s) if single_s > 0.0 else 0.0)
+        self._passes = READING_FADE * self._passes + len(plans)
         self._costs.observe(shape, took_s[:1])
         if others:
             middle = others[len(others) // 2]

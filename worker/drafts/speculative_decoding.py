@@ -34,10 +34,10 @@ from worker.structured_output import GrammarState
 COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 # While no drafts pay, looks for drafts take at most this fraction of the steps' time. (One CPU core, 240 sequences,
 # steps of 12 ms: 0.55%; looks at all sequences, put off by what the last one took, took 2.3%.) What a look took beyond
-# that puts off the next one, by at most `MOST_STEPS_OFF` steps: by `LEAST_STEPS_OFF` at most at first, twice as many
+# that puts off the next one, by at most `MAX_STEPS_OFF` steps: by `MIN_STEPS_OFF` at most at first, twice as many
 # after each look at all sequences in vain.
 LOOK_FRACTION = 0.005
-LEAST_STEPS_OFF, MOST_STEPS_OFF = 64, 1024
+MIN_STEPS_OFF, MAX_STEPS_OFF = 64, 1024
 # A look may take the time that this many steps give.
 _STEPS_SAVED = 16
 
@@ -76,7 +76,7 @@ class SpeculativeDecoding:
         self._in_flight: dict[int, _Guess] = {}  # by slot, the drafts that are being verified
         self._pays = False  # whether the last look found drafts that pay
         self._credit_s = 0.0  # time that looks may take; negative while they are put off
-        self._steps_off = LEAST_STEPS_OFF  # for at most this many steps
+        self._steps_off = MIN_STEPS_OFF  # for at most this many steps
         self._turn = 0  # the candidate at which the next look at some of them begins
         self._proposals, self._drafted, self._accepted = Counter[str](), Counter[str](), Counter[str]()
 
@@ -211,10 +211,10 @@ class SpeculativeDecoding:
     def _looked(self, pays: bool, share: float, began_s: float, step_s: float) -> None:
         """Takes in what a look has shown and what it took."""
         if pays and share == 1.0:
-            self._steps_off, self._pays = LEAST_STEPS_OFF, True
+            self._steps_off, self._pays = MIN_STEPS_OFF, True
             return  # has paid for itself
         if self._pays and not pays:
-            self._steps_off = min(2 * self._steps_off, MOST_STEPS_OFF)
+            self._steps_off = min(2 * self._steps_off, MAX_STEPS_OFF)
         self._pays = pays
         self._credit_s = max(self._credit_s - (self._clock() - began_s), -self._steps_off * LOOK_FRACTION * step_s)
 

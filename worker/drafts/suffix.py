@@ -15,9 +15,9 @@ from worker.structured_output import GrammarState
 
 _SEPARATOR = -1  # a token that no text has
 _SPARE_TOKENS = 512  # room for output in a new automaton
-_REMATCHED = 32  # tokens by which a suffix is looked for again
-_MOST_PROPOSED = 512
-_LENGTHS = 6
+_REMATCHED_TOKENS = 32  # tokens by which a suffix is looked for again
+_MAX_PROPOSED_TOKENS = 512
+_LENGTH_CLASSES = 6
 
 
 class _Text:
@@ -55,7 +55,7 @@ class SuffixDrafter(Drafter):
     """  # noqa: E501
 
     name = "suffix"
-    num_evidence = 2 * _LENGTHS + 1
+    num_evidence = 2 * _LENGTH_CLASSES + 1
     """By length of the suffix (1, 2, 3-4, 5-8, 9-16, 17 and more), first of own text, then of the replica's; the last
     is for the beginning of a prediction."""
 
@@ -74,7 +74,7 @@ class SuffixDrafter(Drafter):
         self._texts: dict[int, _Text] = {}
         self._outputs: deque[tuple[int, int, list[int]]] = deque()  # of ended sequences: generation, last state, tokens
         self._waiting_tokens = 0
-        self._tokens = np.zeros(_MOST_PROPOSED, dtype=np.int32)
+        self._tokens = np.zeros(_MAX_PROPOSED_TOKENS, dtype=np.int32)
         self._found = np.zeros(suffix_automaton.NUM_FOUND, dtype=np.int32)
 
     def add(
@@ -92,10 +92,10 @@ class SuffixDrafter(Drafter):
         if prediction_ids:
             text.unread += (prediction_ids, 0), ([_SEPARATOR], 0)
         text.unread += (prompt_ids, 0), (output_ids, 0)
-        text.recent = [*prompt_ids[-_REMATCHED:], *output_ids][-_REMATCHED:]
+        text.recent = [*prompt_ids[-_REMATCHED_TOKENS:], *output_ids][-_REMATCHED_TOKENS:]
         self._align(text, output_ids)
         if output_ids:
-            self._rematch_shared(text, output_ids[-_REMATCHED:])
+            self._rematch_shared(text, output_ids[-_REMATCHED_TOKENS:])
         self._texts[key] = text
 
     def extend(self, key: int, token_ids: Sequence[int]) -> None:
@@ -108,13 +108,13 @@ class SuffixDrafter(Drafter):
     def propose(self, key: int, most: int) -> Proposal:
         """The guess at the tokens after the last known one, at most `most` of them."""
         text = self._texts[key]
-        most = min(most, _MOST_PROPOSED)
+        most = min(most, _MAX_PROPOSED_TOKENS)
         if most <= 0:
             return Proposal([])
         known = self._catch_up(text)
         if text.aligned >= 0 and text.aligned < len(text.prediction):
             ahead = islice(text.prediction, text.aligned, text.aligned + most)
-            return Proposal(list(ahead), 2 * _LENGTHS)
+            return Proposal(list(ahead), 2 * _LENGTH_CLASSES)
         if not known:
             return Proposal([])
         own = self._none if text.own is None else text.own
@@ -122,7 +122,10 @@ class SuffixDrafter(Drafter):
         if not count:
             return Proposal([])
         length, shared = int(self._found[0]), int(self._found[1])
-        return Proposal(self._tokens[:count].tolist(), shared * _LENGTHS + min(_LENGTHS - 1, (length - 1).bit_length()))
+        return Proposal(
+            self._tokens[:count].tolist(),
+            shared * _LENGTH_CLASSES + min(_LENGTH_CLASSES - 1, (length - 1).bit_length()),
+        )
 
     def remove(self, key: int) -> None:
         """Forgets a sequence. Its output is kept for others."""
@@ -159,7 +162,7 @@ class SuffixDrafter(Drafter):
         own = self._none
         if text.unread:
             text.unread.append((token_ids, 0))
-            text.recent = [*text.recent, *token_ids][-_REMATCHED:]
+            text.recent = [*text.recent, *token_ids][-_REMATCHED_TOKENS:]
         elif text.own is not None:
             own = self._own_with_room(text, len(token_ids))
         self._automata.follow(own, self._new, self._old, text.places, tokens)

@@ -16,7 +16,7 @@ An automaton is an int32 array:
 
 State 0 is the empty text. `COUNT` says how often the state's texts occur, by the weights of `extend`. `BEST` is the
 transition to the target with the highest count, the latest of equal ones; -1 is the first transition, others are edges.
-Counts and best transitions of a place are kept up for the `_MOST_CONTEXTS` longest contexts there.
+Counts and best transitions of a place are kept up for the `_MAX_CONTEXTS` longest contexts there.
 """  # noqa: E501
 
 import numpy as np
@@ -25,8 +25,8 @@ from numba import njit, types
 TOKENS, STATES, EDGES, CAPACITY, EDGES_AT, TABLE_AT, TABLE_SIZE = range(7)
 _HEADER, _STATE, _EDGE = 16, 8, 4
 LINK, LENGTH, COUNT, TOKEN, TARGET, HEAD, BEST = range(7)
-_MOST_CONTEXTS = 24
-_LEAST_CONTEXT = 4  # tokens of context to go on with where a text ends
+_MAX_CONTEXTS = 24
+_MIN_CONTEXT_TOKENS = 4  # tokens of context to go on with where a text ends
 
 # Where a sequence is: in its own automaton, and in the replica's newer and older one. `LAST` is the state of its whole
 # text, `STATE` and `LENGTH` are those of its longest suffix that occurs elsewhere. `OWN_LENGTH` is -1 if the whole text
@@ -213,13 +213,13 @@ def _extend(a, last, token, weight):  # type: ignore[no-untyped-def]
                 other = _split(a, before, token, other)
             a[_HEADER + _STATE * now + LINK] = other
     state = now
-    for _ in range(_MOST_CONTEXTS):
+    for _ in range(_MAX_CONTEXTS):
         if state <= 0:
             break
         a[_HEADER + _STATE * state + COUNT] += weight
         state = _link(a, state)
     context, state = last, now
-    for _ in range(_MOST_CONTEXTS):
+    for _ in range(_MAX_CONTEXTS):
         if context <= 0:
             break
         while _length(a, _link(a, state)) > _length(a, context):
@@ -329,7 +329,7 @@ def propose(own, new, old, places, most, tokens, found):  # type: ignore[no-unty
     state = _settled(a, state, length)
     found[FOUND_LENGTH], found[FOUND_SHARED] = length, shared
     found[FOUND_TIMES], found[FOUND_CHOSEN] = a[_HEADER + _STATE * state + COUNT], 0
-    count = continue_from(a, state, most, min(length, _LEAST_CONTEXT), tokens)
+    count = continue_from(a, state, most, min(length, _MIN_CONTEXT_TOKENS), tokens)
     if count and a[_HEADER + _STATE * state + TARGET] >= 0:
         found[FOUND_CHOSEN] = a[_HEADER + _STATE * np.int64(a[_best(a, state) + 1]) + COUNT]
     return count

@@ -19,7 +19,7 @@ import torch
 from worker.engine.steps import InFlightStep, Steps
 from worker.scheduler.scheduled_step import ScheduledStep
 
-LONGEST_LAUNCH_S = 0.01  # a launch that takes longer has waited for the device
+MAX_LAUNCH_S = 0.01  # a launch that takes longer has waited for the device
 ASK_EVERY_S = 2e-4  # how often the policy of a pipeline is asked for its next step, while the host is idle
 
 
@@ -139,7 +139,7 @@ class PipelineLoop(StepLoop):
     def _next_step(self) -> ScheduledStep | None:
         """The oldest announced step. Before its launch, announces the steps that the first stage will need during the
         launch."""
-        self._busy_for_s = min(self._launch_s, LONGEST_LAUNCH_S) if self._announced else 0.0
+        self._busy_for_s = min(self._launch_s, MAX_LAUNCH_S) if self._announced else 0.0
         self._fill_stages()
         self._busy_for_s = 0.0
         return self._announced.popleft() if self._announced else None

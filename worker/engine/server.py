@@ -32,7 +32,7 @@ from worker.messages import (
     BEAT_S,
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
-    MOST_BYTES,
+    MAX_FRAME_BYTES,
     PROTOCOL,
     Abort,
     Adapter,
@@ -134,7 +134,7 @@ class Server:
         self._odd_frames = SparseLog(log)
         self._context = zmq.Context()
         self._socket = self._open()
-        self._door = Door(self._context, Curve(secret, REPLICA), {self._socket: MOST_BYTES})
+        self._door = Door(self._context, Curve(secret, REPLICA), {self._socket: MAX_FRAME_BYTES})
         try:
             self._socket.bind(f"tcp://{host}:*")
         except zmq.ZMQError as error:

@@ -22,7 +22,7 @@ from worker.step import StepTime
 # most steps then wait, since the lead shrinks that far: with 0.3 ms it was 0.2 ms, 1.7% of the device's time at 24
 # conversations a second.
 LEADS_S = 0.001, 0.003, 0.01
-LATE, LEAD_STEP_S, WAITED_S = 0.02, 2e-4, 1e-4
+LATE_SHARE, LEAD_STEP_S, WAITED_S = 0.02, 2e-4, 1e-4
 
 
 @dataclass
@@ -140,9 +140,9 @@ class StageTimeline:
 
     def _follow_lead(self, number: int, waited_s: float) -> None:
         """Adjusts the lead after the stage waited `waited_s` for a step, if that step was put off. In balance, one in
-        fifty of these steps (`LATE`) makes the stage wait."""
+        fifty of these steps (`LATE_SHARE`) makes the stage wait."""
         if number in self._put_off:
             self._put_off.discard(number)
             least, _, most = LEADS_S
-            step_s = LEAD_STEP_S * (1.0 - LATE if waited_s > WAITED_S else -LATE)
+            step_s = LEAD_STEP_S * (1.0 - LATE_SHARE if waited_s > WAITED_S else -LATE_SHARE)
             self._lead_s = min(most, max(least, self._lead_s + step_s))

@@ -6,7 +6,7 @@ from pipeline.cost import CostModel, slowest_s
 from pipeline.policy import ITERATION, Objective
 from worker.messages import StepCosts
 
-MARGIN = 0.92  # the part of its objective that schedule uniform uses at first
+OBJECTIVE_SHARE = 0.92  # the part of its objective that schedule uniform uses at first
 # Rows of a step with prompts, and with decodes alone. The first rows of a step cost less than further ones.
 PROMPT_ROWS, DECODE_ROWS = 2048, 64
 
@@ -26,7 +26,7 @@ def step_costs(models: Sequence[CostModel], objective: Objective | None, token_b
     full_s = step_s + len(costs) * token_budget * token_s
     if objective is not None:
         iterations_s = objective.iterations * len(costs) * slowest_s(models, ITERATION)
-        full_s = min(full_s, MARGIN * max(objective.tbt_s, iterations_s))
+        full_s = min(full_s, OBJECTIVE_SHARE * max(objective.tbt_s, iterations_s))
     return StepCosts(
         step_s=step_s,
         token_s=token_s,

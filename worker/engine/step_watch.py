@@ -14,9 +14,9 @@ from worker.scheduler.scheduled_step import ScheduledStep
 # Generous on purpose: a false alarm costs a replica its cache and a minute. A step that takes 20 times as long as it
 # should has not been seen on an H100 or H200, and on a CPU of two cores only while other programs had both of them.
 FACTOR = 20.0
-LEAST_S = {"cuda": 15.0, "cpu": 60.0}
-WARM = 16  # steps of a kind after which its kernels are compiled, and its time is known
-NEWEST = 8  # steps of a kind over which its time is averaged
+MIN_S = {"cuda": 15.0, "cpu": 60.0}
+WARM_STEPS = 16  # steps of a kind after which its kernels are compiled, and its time is known
+NEWEST_STEPS = 8  # steps of a kind over which its time is averaged
 
 Kind = tuple[int, bool, bool, bool, bool, bool]
 
@@ -31,7 +31,7 @@ class _StepsSeen:
 
     def add(self, seconds: float) -> None:
         self.number += 1
-        self.mean_s += (seconds - self.mean_s) / min(self.number, NEWEST)
+        self.mean_s += (seconds - self.mean_s) / min(self.number, NEWEST_STEPS)
 
 
 class StepWatch:
@@ -49,7 +49,7 @@ class StepWatch:
         """`costs` predict steps; without cost models the mean of the newest steps of a kind does. `longest_s`:
         `step_timeout_s`, which no step may exceed. `device`: its type."""
         self._costs, self._longest_s, self._clock = costs, longest_s, clock
-        self._least_s = min(longest_s, LEAST_S.get(device, LEAST_S["cpu"]))
+        self._least_s = min(longest_s, MIN_S.get(device, MIN_S["cpu"]))
         self._seen: dict[Kind, _StepsSeen] = {}
         self._open: dict[int, tuple[Kind, float, float]] = {}  # kind, when it began, seconds that it may take
         self._last_s = 0.0  # when a step ended last
@@ -82,7 +82,7 @@ class StepWatch:
 
     def _may_take_s(self, step: ScheduledStep, kind: Kind) -> float:
         seen = self._seen.get(kind)
-        if seen is None or seen.number < WARM:
+        if seen is None or seen.number < WARM_STEPS:
             return self._longest_s
         models = self._costs.models
         predicted_s = len(models) * self._costs.seconds(step.shape) if models else 0.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-RECENT = 64  # number of newest messages in each direction whose bounds count
+RECENT_MESSAGES = 64  # number of newest messages in each direction whose bounds count
 
 
 class ClockStamp(msgspec.Struct, array_like=True, frozen=True):
@@ -42,8 +42,8 @@ class ClockOffset:
     """Estimates from bounds the offset to add to another clock's times to convert them to this process's clock."""
 
     def __init__(self) -> None:
-        self._least: deque[float] = deque(maxlen=RECENT)
-        self._most: deque[float] = deque(maxlen=RECENT)
+        self._least: deque[float] = deque(maxlen=RECENT_MESSAGES)
+        self._most: deque[float] = deque(maxlen=RECENT_MESSAGES)
 
     def at_least(self, seconds: float) -> None:
         """Records a lower bound."""
@@ -69,8 +69,8 @@ class ClockSync:
     def sent(self, step: int) -> None:
         """Records that a step's plan is sent now."""
         self._sent_s[step] = time.monotonic()
-        if len(self._sent_s) > 2 * RECENT:
-            self._sent_s = dict(list(self._sent_s.items())[-RECENT:])
+        if len(self._sent_s) > 2 * RECENT_MESSAGES:
+            self._sent_s = dict(list(self._sent_s.items())[-RECENT_MESSAGES:])
 
     def offset_s(self, stamp: ClockStamp) -> float:
         """Returns the offset, in seconds, to add to the times in a message that has just arrived."""

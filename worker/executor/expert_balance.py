@@ -8,7 +8,7 @@ import torch
 EVERY_STEPS = 16
 """Steps from one whose tokens are counted to the next."""
 
-_NEWEST = 16  # steps whose mean `imbalance` is
+_NEWEST_STEPS = 16  # steps whose mean `imbalance` is
 
 
 class ExpertBalance:
@@ -26,7 +26,7 @@ class ExpertBalance:
         self._before: torch.Tensor | None = None
         self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._tokens = [0] * ranks
-        self._imbalances: deque[float] = deque(maxlen=_NEWEST)
+        self._imbalances: deque[float] = deque(maxlen=_NEWEST_STEPS)
 
     def begin_step(self) -> None:
         """Called before a step is launched."""

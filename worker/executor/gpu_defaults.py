@@ -20,9 +20,9 @@ from worker.models.sharding import Shard
 GPU_TOKEN_BUDGET = 8192  # prefill is compute-bound from some 1,000 tokens on; longer steps only make attention cheaper
 # `max_running` is the number of sequences of this length that the KV cache holds. Most sequences of a chat are longer
 # (Azure's conversation trace: 1,200 tokens on average), so memory limits the number of running sequences, not slots. A
-# limit above MOST_RUNNING gained nothing on an H200, where decodes of an 8B model are compute-bound by then.
+# limit above MAX_RUNNING gained nothing on an H200, where decodes of an 8B model are compute-bound by then.
 TOKENS_A_SEQUENCE = 512
-LEAST_RUNNING, MOST_RUNNING = 64, 1024
+MIN_RUNNING, MAX_RUNNING = 64, 1024
 STATES_FRACTION = 0.15  # of a GPU's memory, at most for the recurrent states of running sequences
 RESERVED_BYTES = 4e9  # activations and graphs, roughly
 
@@ -69,8 +69,8 @@ def on_gpu(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) -> Wor
 
 def most_running(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) -> int:
     """Returns the default of `max_running`: the number of sequences of `TOKENS_A_SEQUENCE` tokens that the KV cache
-    holds, or fewer if each has recurrent states, rounded down to a multiple of 16, at least `LEAST_RUNNING` and at most
-    `MOST_RUNNING`."""
+    holds, or fewer if each has recurrent states, rounded down to a multiple of 16, at least `MIN_RUNNING` and at most
+    `MAX_RUNNING`."""
     tokens = config.kv_tokens
     if tokens is None:
         model = in_memory(model, "cuda", config.dtype, config.dequantize)
@@ -82,4 +82,4 @@ def most_running(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) 
     count = tokens // TOKENS_A_SEQUENCE // 16 * 16
     if (states := row_bytes(model, torch.bfloat16) / config.num_ranks) > 0:
         count = min(count, int(memory_bytes * STATES_FRACTION / states) // 16 * 16)
-    return min(MOST_RUNNING, max(LEAST_RUNNING, count))
+    return min(MAX_RUNNING, max(MIN_RUNNING, count))

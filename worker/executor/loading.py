@@ -39,7 +39,7 @@ from worker.step import PROMPT_LOGIT_ROWS
 
 logger = logging.getLogger(__name__)
 
-COPIES = 4  # copies to the device or back in a step without a CUDA graph
+COPIES_A_STEP = 4  # copies to the device or back in a step without a CUDA graph
 
 
 @dataclass
@@ -340,8 +340,8 @@ class ModelLoader:
         for memory between steps, it might wait for all work that was launched, including a send to a stage that is
         behind. `pages`: most pages of a step."""
         steps = self.stage.count + 1
-        reserve_pinned(8 * self._token_budget + 4 * pages, COPIES * steps)
-        small = [torch.empty(1 << 20, dtype=torch.uint8, device=self.device) for _ in range(COPIES * steps)]
+        reserve_pinned(8 * self._token_budget + 4 * pages, COPIES_A_STEP * steps)
+        small = [torch.empty(1 << 20, dtype=torch.uint8, device=self.device) for _ in range(COPIES_A_STEP * steps)]
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         large = torch.empty(min(self._working_bytes, free_bytes // 2), dtype=torch.uint8, device=self.device)
         del small, large  # the allocator keeps their memory

@@ -38,13 +38,13 @@ ROW_BYTES_PER_KV_BYTE = 1.0
 # Tokens of KV for each checkpoint, at least, by default. Rows of short convolutions are as small as the KV of 7 tokens
 # (LFM2-1.2B), and few prompts are so short that more checkpoints would have a use.
 TOKENS_PER_ROW = 64
-# Pages of windows, for each page of the other layers: as many as a mix of sequences needs that are `MORE_TOKENS` longer
+# Pages of windows, for each page of the other layers: as many as a mix of sequences needs that are this much longer
 # than the window, running or cached, each with one window; and a quarter at least, because short sequences have as many
 # of one kind as of the other. Tuned on Gemma 3 12B's shape with a window of 1,024 tokens, so a quarter
 # (`python -m bench.fleet.checkpoint_hits --windows gemma3-12b --kv-tokens 400000 --count 300`): of short prompts with
 # shared prefixes, 0.97 is found of what is found in the same memory without; 0.87 with an eighth, 1.04 with a half.
 # Of long sequences the memory holds 2.6 times as many tokens; 3.6 and 1.7 times.
-MORE_TOKENS, LEAST_SHARE = 3072, 1 / 4
+WINDOW_MARGIN_TOKENS, MIN_WINDOW_SHARE = 3072, 1 / 4
 
 
 class DraftBytes(NamedTuple):
@@ -202,7 +202,7 @@ class KVBudget:
 
 
 def _share(window: int) -> float:
-    return max(LEAST_SHARE, window / (window + MORE_TOKENS))
+    return max(MIN_WINDOW_SHARE, window / (window + WINDOW_MARGIN_TOKENS))
 
 
 def _least_pages(window: int, kv_pages: int, page_size: int) -> int:

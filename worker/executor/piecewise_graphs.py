@@ -23,7 +23,7 @@ from worker.models.decoder import Decoder, PieceBuffers
 
 log = logging.getLogger(__name__)
 
-LEAST_GAIN = 0.1
+MIN_GAIN = 0.1
 """Fraction of a step's time without graphs that the graphs must save to be used."""
 
 
@@ -95,7 +95,7 @@ class PiecewiseGraphs:
         return pieces
 
     def is_faster(self, probe: ProbeBatch) -> bool:
-        """Whether graphs make a step of `max_tokens` tokens faster, by `LEAST_GAIN` at least."""
+        """Whether graphs make a step of `max_tokens` tokens faster, by `MIN_GAIN` at least."""
         batch, token_ids, positions = probe
         self._attention.plan(batch)
         step = token_ids, positions, self._attention, token_ids[:1]
@@ -103,7 +103,7 @@ class PiecewiseGraphs:
         without_s = self._seconds(lambda: self._without_graphs(*step, adapters))
         self.capture([self.max_tokens])
         with_s = self._seconds(lambda: self.forward(*step, adapters))
-        return with_s < (1 - LEAST_GAIN) * without_s
+        return with_s < (1 - MIN_GAIN) * without_s
 
     def capture(self, sizes: list[int]) -> None:
         """Capture the graphs of these sizes, in ascending order."""

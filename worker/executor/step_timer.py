@@ -16,7 +16,7 @@ import torch
 
 from pipeline.meter import Span
 
-KEPT = 4096  # most steps whose times are kept until `take`
+MAX_KEPT_STEPS = 4096  # most steps whose times are kept until `take`
 
 
 class StepTimer(ABC):
@@ -78,7 +78,7 @@ class _OnCpu(StepTimer):
         super().__init__()
         self._ready_s: float | None = None
         self._begin_s = 0.0
-        self._over: deque[tuple[int, Span]] = deque(maxlen=KEPT)
+        self._over: deque[tuple[int, Span]] = deque(maxlen=MAX_KEPT_STEPS)
 
     def ready(self) -> None:
         self._ready_s = time.monotonic()
@@ -113,7 +113,7 @@ class _OnGpu(StepTimer):
     def __init__(self) -> None:
         super().__init__()
         self._spare: list[torch.cuda.Event] = []
-        self._open: deque[tuple[int, float | _Mark | None, _Mark, _Mark]] = deque(maxlen=KEPT)
+        self._open: deque[tuple[int, float | _Mark | None, _Mark, _Mark]] = deque(maxlen=MAX_KEPT_STEPS)
         self._ready: _Mark | None = None
         self._begun = self._last = self._mark()
         self._last.event.synchronize()

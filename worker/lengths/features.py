@@ -13,7 +13,7 @@ BITS = 16
 NUM_FEATURES = 1 << BITS
 # Tokens at both ends of a prompt whose words and pairs of words count: the beginning tells the application, the end the
 # task. Between them is mostly what the task is about.
-FIRST, LAST = 64, 192
+FIRST_TOKENS, LAST_TOKENS = 64, 192
 PREFIXES = (16, 64, 256, 1024)  # lengths of prefixes that count as one feature each
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: Fibonacci hashing
 
@@ -29,7 +29,7 @@ def arrival_features(prompt_ids: list[int], sampling: SamplingParams) -> np.ndar
     | form | grammar, sampling, stop conditions |
     """
     count = len(prompt_ids)
-    ends = prompt_ids if count <= FIRST + LAST else prompt_ids[:FIRST] + prompt_ids[-LAST:]
+    ends = prompt_ids if count <= FIRST_TOKENS + LAST_TOKENS else prompt_ids[:FIRST_TOKENS] + prompt_ids[-LAST_TOKENS:]
     words = np.array(ends, dtype=np.uint64)
     keys = [
         1 + 2 * words,

@@ -11,13 +11,13 @@ from worker.lengths.bounds import NO_LIMIT, longest_output
 from worker.lengths.features import NUM_FEATURES, arrival_features
 from worker.messages import Generate, LengthSample
 
-LEARNED = 64  # requests that must have ended before anything is predicted
+MIN_LEARNED_REQUESTS = 64  # requests that must have ended before anything is predicted
 # AdaGrad's, in units of the natural logarithm of a length. Tuned on 1,152 outputs of SmolLM2, with
 # `bench.lengths.accuracy`: 0.1 to 0.5 differ by 0.04 in tau.
-RATE = 0.2
-FORGET = 1 / 64  # weight of the newest error in the spread
-WINDOW = 256  # newest outputs whose predictions are compared with them
-ACCURACY_EVERY = 32  # outputs
+LEARNING_RATE = 0.2
+ERROR_WEIGHT = 1 / 64  # weight of the newest error in the spread
+WINDOW_OUTPUTS = 256  # newest outputs whose predictions are compared with them
+ACCURACY_EVERY_OUTPUTS = 32  # outputs
 
 
 class LengthEstimate(NamedTuple):
@@ -91,9 +91,9 @@ class OutputLengthPredictor:
         self._mean = 0.0  # of the logarithms
         self._variance = 1.0
         self.num_learned = 0
-        self._newest: deque[tuple[LengthEstimate, int]] = deque(maxlen=WINDOW)  # and the real length
+        self._newest: deque[tuple[LengthEstimate, int]] = deque(maxlen=WINDOW_OUTPUTS)  # and the real length
         self._accuracy: tuple[float | None, float | None] = None, None
-        self._accuracy_due = LEARNED
+        self._accuracy_due = MIN_LEARNED_REQUESTS
         self._sample: LengthSample | None = None  # of the newest output, until it is taken
 
     def arrived(self, request: Generate) -> PredictedLength:
@@ -121,7 +121,7 @@ class OutputLengthPredictor:
     def begin_with(self, samples: Iterable[LengthSample]) -> None:
         """Learns from outputs of other replicas, if too little has been learned here to predict any. Passes over what
         is no sample."""
-        if self.num_learned >= LEARNED:
+        if self.num_learned >= MIN_LEARNED_REQUESTS:
             return
         for sample in samples:
             if sample.features and len(sample.features) % 2 == 0 and sample.tokens >= 0:
@@ -133,12 +133,12 @@ class OutputLengthPredictor:
         if was_cut and predicted > log_length:
             return
         error = log_length - predicted
-        self._mean += (log_length - self._mean) / min(self.num_learned, 1 / FORGET)
-        self._variance += (min(error * error, 9.0) - self._variance) * max(FORGET, 1 / self.num_learned)
+        self._mean += (log_length - self._mean) / min(self.num_learned, 1 / ERROR_WEIGHT)
+        self._variance += (min(error * error, 9.0) - self._variance) * max(ERROR_WEIGHT, 1 / self.num_learned)
         self._variance = max(self._variance, 1e-4)
         gradient = error / math.sqrt(len(features))
         self._squares[features] += gradient * gradient
-        self._weights[features] += RATE * gradient / np.sqrt(self._squares[features] + 1e-6)
+        self._weights[features] += LEARNING_RATE * gradient / np.sqrt(self._squares[features] + 1e-6)
 
     def learned(self) -> dict[str, np.ndarray]:
         """All that was learned, as arrays by name, for `restore`."""
@@ -154,13 +154,13 @@ class OutputLengthPredictor:
             raise ValueError("values that no learning gives")
         self._mean, self._variance, self.num_learned = float(known[0]), max(float(known[1]), 1e-4), int(known[2])
         self._weights, self._squares = weights.astype(np.float32), squares.astype(np.float32)
-        self._accuracy_due = max(LEARNED, self.num_learned + ACCURACY_EVERY)
+        self._accuracy_due = max(MIN_LEARNED_REQUESTS, self.num_learned + ACCURACY_EVERY_OUTPUTS)
 
     def accuracy(self) -> tuple[float | None, float | None]:
         """Kendall's tau between the predicted and the real lengths of the newest outputs, and their real tokens over
-        the predicted ones. Updated every `ACCURACY_EVERY` outputs. None while there are none."""
+        the predicted ones. Updated every `ACCURACY_EVERY_OUTPUTS` outputs. None while there are none."""
         if self.num_learned >= self._accuracy_due:
-            self._accuracy_due = self.num_learned + ACCURACY_EVERY
+            self._accuracy_due = self.num_learned + ACCURACY_EVERY_OUTPUTS
             if self._newest:
                 predicted = np.array([estimate.log_mean for estimate, _ in self._newest])
                 real = np.array([produced for _, produced in self._newest])
@@ -170,7 +170,7 @@ class OutputLengthPredictor:
         return self._accuracy
 
     def _estimate(self, features: np.ndarray) -> LengthEstimate | None:
-        if self.num_learned < LEARNED:
+        if self.num_learned < MIN_LEARNED_REQUESTS:
             return None
         return LengthEstimate(self._log_mean(features), math.sqrt(self._variance))
 

@@ -9,7 +9,7 @@ from kernels.linear.linear import Linear
 from kernels.lora.lora_weights import LoraWeights
 from kernels.lora.segments import Segments
 
-_MOST_BESIDE = 256
+_MAX_SIDE_TOKENS = 256
 """Most tokens whose products with A and B are computed at the same time as that of the base weight."""
 
 
@@ -46,11 +46,11 @@ class AdaptedLinear:
 
     def apart(self, x: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Two parts of the result, `[n, out]`, which is their sum; or all of it, and None."""
-        if self._beside is None or (len(x) > _MOST_BESIDE and not self.adds):
+        if self._beside is None or (len(x) > _MAX_SIDE_TOKENS and not self.adds):
             y = self._base(x, out)
             self.weights.add(x, y, self._segments)
             return y, None
-        if len(x) > _MOST_BESIDE:
+        if len(x) > _MAX_SIDE_TOKENS:
             y = x.new_empty(len(x), self.weights.b.shape[1]) if out is None else out
             self.weights.add(x, y, self._segments, replaces=True)
             self._add_base(y, x)
@@ -62,7 +62,7 @@ class AdaptedLinear:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """As `Linear.add_to`; only if `adds`. Returns what the caller has to add too, `[n, out]`, or None."""
-        if self._beside is None or len(x) > _MOST_BESIDE:
+        if self._beside is None or len(x) > _MAX_SIDE_TOKENS:
             self.weights.add(x, residual, self._segments)
             self._add_base(residual, x)
             return None

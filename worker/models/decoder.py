@@ -34,7 +34,7 @@ from worker.models.layer import DecoderLayer, SelfAttention
 from worker.models.layer_inputs import LayerInputs
 from worker.models.parameters import pop_layer
 from worker.models.residual_stream import (
-    EMBEDDING_TURN,
+    EMBEDDING_BUFFER,
     FirstSum,
     HalfBatchStream,
     OneTokenStream,
@@ -382,7 +382,7 @@ class Decoder:
         x, absent = self._own_rows(token_ids, self.embedding)
         if absent is not None:
             own = x.masked_fill_(absent, 0)
-            buffer = self.communicator.reduce_buffer(len(own), own.shape[1], own.dtype, EMBEDDING_TURN)
+            buffer = self.communicator.reduce_buffer(len(own), own.shape[1], own.dtype, EMBEDDING_BUFFER)
             x = self.communicator.all_reduce(own if buffer is None else buffer.copy_(own))
         x = x if self.embedding_scale == 1.0 else x * self.embedding_scale
         return x if self.positions is None else x + F.embedding(positions, self.positions)

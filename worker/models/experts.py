@@ -15,7 +15,7 @@ from kernels.linear.any_linear import AnyLinear
 from kernels.linear.linear import Linear
 from kernels.ops.activation import ClampedSwiGLU
 from kernels.ops.norm import rms_norm
-from worker.models.residual_stream import EMBEDDING_TURN, Activation, OneTokenStream, Part, ResidualStream
+from worker.models.residual_stream import EMBEDDING_BUFFER, Activation, OneTokenStream, Part, ResidualStream
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class ExpertsBesideMLP(ExpertMLP):
         def product(y: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             return self.experts(y, chosen, weights, out)
 
-        of_experts = x.summed(product, rms_norm(hidden, self.experts_norm, eps), EMBEDDING_TURN)
+        of_experts = x.summed(product, rms_norm(hidden, self.experts_norm, eps), EMBEDDING_BUFFER)
         of_mlp = x.summed(self.shared, normalised)
         both = rms_norm(of_mlp, self.shared_out_norm, eps) + rms_norm(of_experts, self.experts_out_norm, eps)
         x.add_sum(rms_norm(both, self.out_norm, eps))

@@ -31,7 +31,7 @@ FusedPart = Callable[[torch.Tensor, float, torch.Tensor | None, torch.Tensor | N
 """A sublayer of one token with its norm: the hidden states, the epsilon of the norm, what to add to the output, and the
 tensor to write to, if any."""
 
-EMBEDDING_TURN = 2
+EMBEDDING_BUFFER = 2
 """Turn of `Communicator.reduce_buffer` for the sum of embeddings, and for a sum between two of a stream. The sums of a
 stream alternate between turns 0 and 1, and the last sum of a step has turn 1 (`FirstSum`). So consecutive sums differ,
 also from one step to the next."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Polls of the other ranks' memory after which the trial has failed: at least ten seconds, in which they may compile.
-_PATIENCE = 1 << 24
+_PATIENCE_POLLS = 1 << 24
 _TRIAL_SIZE = 4096
 
 
@@ -81,7 +81,7 @@ def _addresses(group: Rendezvous, store: dist.Store, memory: torch.Tensor) -> li
 
 def _adds_up(sums: "CustomAllReduce", rank: int, size: int, device: torch.device) -> bool:
     """Whether sums of small and of large parts are correct. Afterwards the sums wait for other ranks without limit."""
-    for_ever, sums.patience = sums.patience, _PATIENCE
+    for_ever, sums.patience = sums.patience, _PATIENCE_POLLS
     weight = torch.ones(_TRIAL_SIZE, dtype=torch.bfloat16, device=device)
     right = True
     for rows in (1, 300):

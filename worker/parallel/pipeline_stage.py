@@ -41,7 +41,7 @@ import torch.distributed as dist
 from worker.parallel.communicator import TIMEOUT_S, Communicator
 from worker.parallel.rendezvous import Rendezvous
 
-AHEAD = 2  # receives that a CPU begins before it needs them, because it waits for each
+RECEIVES_AHEAD = 2  # receives that a CPU begins before it needs them, because it waits for each
 
 
 class StageLink:
@@ -50,7 +50,7 @@ class StageLink:
     def __init__(self, pair: Communicator, device: torch.device) -> None:
         """Rank 0 of `pair` sends, rank 1 receives. Matrices lie on `device`."""
         self._pair, self._device = pair, device
-        self._ahead = AHEAD if device.type == "cpu" else 0
+        self._ahead = RECEIVES_AHEAD if device.type == "cpu" else 0
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._expected: deque[tuple[int, int, torch.dtype]] = deque()
         self._begun: deque[tuple[dist.Work, torch.Tensor]] = deque()

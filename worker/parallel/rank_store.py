@@ -27,8 +27,8 @@ from worker.parallel.meeting import Meeting
 CONNECT_S = 60.0
 REPLY_S = 60.0  # the leading rank's process may be starved, or inside a library that holds the GIL for many seconds
 LOOK_MS = 500  # between looks whether the connection still stands
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.02  # between requests of who waits for a key
-MOST_BYTES = 1 << 24  # of a frame
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.001, 0.02  # between requests of who waits for a key
+MAX_FRAME_BYTES = 1 << 24  # of a frame
 KIND = "store"
 
 
@@ -51,7 +51,7 @@ class StoreServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
-        self._door = Door(self._context, Curve(secret, KIND), {self._socket: MOST_BYTES})
+        self._door = Door(self._context, Curve(secret, KIND), {self._socket: MAX_FRAME_BYTES})
         self._socket.set(zmq.HANDSHAKE_IVL, int(CONNECT_S * 1000))
         self._ended = self._context.socket(zmq.PAIR)
         self._end = self._context.socket(zmq.PAIR)
@@ -188,7 +188,7 @@ class RankStore(dist.Store):
             if time.monotonic() > until_s:
                 raise dist.DistStoreError(f"waited {within_s:g} s for {', '.join(keys)}")
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def deleteKey(self, key: str) -> bool:  # C++ calls it by this name
         return bool(self._ask("delete", key))

@@ -39,20 +39,21 @@ RETRY_STEPS = 16
 # Most tokens that count for an output of which too little is known: a limit that the client has not set is that of the
 # context, and says nothing.
 UNKNOWN_TOKENS = 256
-PREDICTIONS = 4  # waiting sequences whose outputs are predicted again when an output has ended
-SPARE = 4  # candidates beyond the free slots: some may wait for a prefix that another sequence computes
-MOST_BLOCKED = 32  # clients without room in a step after which it is closed to all, since each costs a forecast
-MOST_BLOCKED_USERS = 8  # the same of a tenant, after which it is closed to the tenant
-MOST_RESERVATIONS = 4  # of them, those that are not kept waiting by overtakers: the first in the order
-MOST_WASTED = 2.0  # pages that are given back for each page that is needed, at most: they have to be computed again
+PREDICTED_SEQUENCES = 4  # waiting sequences whose outputs are predicted again when an output has ended
+SPARE_CANDIDATES = 4  # candidates beyond the free slots: some may wait for a prefix that another sequence computes
+MAX_BLOCKED_CLIENTS = 32  # clients without room in a step after which it is closed to all, since each costs a forecast
+MAX_BLOCKED_USERS = 8  # the same of a tenant, after which it is closed to the tenant
+MAX_RESERVATIONS = 4  # of them, those that are not kept waiting by overtakers: the first in the order
+# Pages that are given back for each page that is needed: they have to be computed again.
+MAX_WASTED_FACTOR = 2.0
 # How long a client within its share waits for one above it that is not far ahead by its counter. Between clients that
 # are served alike, a sequence ends by then, most often.
 PATIENCE_S = 1.0
-LITTLE = 0.25  # of its share: a client that holds no more does not wait for so long
+LITTLE_SHARE = 0.25  # of its share: a client that holds no more does not wait for so long
 HURRY_S = 0.1  # least time between starts of a client, unless it is quiet, for which others give way
-MOST_GIVING_WAY = 16  # sequences that give way to one
+MAX_GIVING_WAY = 16  # sequences that give way to one
 LOOK_EVERY_STEPS = 4  # so often it is looked whether others should give way; at once for a quiet client
-MOST_DOUBLINGS = 5  # of the pause after giving way in vain
+MAX_DOUBLINGS = 5  # of the pause after giving way in vain
 
 
 class Admission:
@@ -130,7 +131,7 @@ class Admission:
     def predict_again(self, lengths: OutputLengthPredictor) -> None:
         """Predicts the outputs of the next few waiting sequences again, in turn: called when an output has ended. Most
         of a job arrives before anything has been learned."""
-        for seq in self.queue.to_predict(PREDICTIONS):
+        for seq in self.queue.to_predict(PREDICTED_SEQUENCES):
             if seq.length is not None:
                 seq.length = lengths.again(seq.length)
                 self._expect(seq)
@@ -191,7 +192,7 @@ class Admission:
             return []
         orders = QueueOrder.SHORTEST_PREFILL, QueueOrder.LONGEST_PREFIX
         if self.queue.order is QueueOrder.LEAST_WORK or (self._is_short and self.queue.order in orders):
-            found = self.queue.most_due(self._running.num_free + SPARE, self._step, now_s)
+            found = self.queue.most_due(self._running.num_free + SPARE_CANDIDATES, self._step, now_s)
         else:
             found = self.queue.by_urgency(self.queue.window(self._step), now_s)
         if self._blocked:
@@ -307,9 +308,9 @@ class Admission:
                 self._refuse_favoured(self._step)
             if client is not None:
                 tenant = client.tenant
-                if sum(share.tenant is tenant for share in self._blocked if share) >= MOST_BLOCKED_USERS:
+                if sum(share.tenant is tenant for share in self._blocked if share) >= MAX_BLOCKED_USERS:
                     self._closed.add(tenant)
-        self._is_closed = client is None or len(self._blocked) >= MOST_BLOCKED
+        self._is_closed = client is None or len(self._blocked) >= MAX_BLOCKED_CLIENTS
 
     # ------------------------------------------------------------ overtaking and giving way
 
@@ -338,7 +339,7 @@ class Admission:
     def _reserve(self) -> list[tuple[Sequence, Opening]]:
         """The sequences that found no room and, since their clients hold no more than their share, must not be kept
         waiting by others of their priority or less; and when they have room."""
-        waiting = [seq for seq in self._blocked.values() if seq is not None][:MOST_RESERVATIONS]
+        waiting = [seq for seq in self._blocked.values() if seq is not None][:MAX_RESERVATIONS]
         if not waiting or not len(self._running):
             return []
         now, available = self._occupancy(), self._kv_cache.num_unreserved
@@ -408,7 +409,7 @@ class Admission:
         another one fills all slots."""
         if now_s - seq.arrived_s >= PATIENCE_S:
             return True
-        return now.of_tenants.has_claim(seq.share.tenant, self._expected_pages(seq), LITTLE)
+        return now.of_tenants.has_claim(seq.share.tenant, self._expected_pages(seq), LITTLE_SHARE)
 
     def _are_ahead(self, member: Member, owners: np.ndarray, now_s: float, is_impatient: bool) -> np.ndarray:
         """Which of the running sequences, of `owners`, may have to give way to a sequence of `member`: those of others,
@@ -425,8 +426,8 @@ class Admission:
         """The sequences for which others may give way, by the turns of their clients: those that found no room, or
         while no slot is free the next ones."""
         if not self._running.has_room:
-            return [self.queue.first_of(share) for share in self._shares.next_clients(MOST_RESERVATIONS)]
-        return [seq for seq in self._blocked.values() if seq is not None][:MOST_RESERVATIONS]
+            return [self.queue.first_of(share) for share in self._shares.next_clients(MAX_RESERVATIONS)]
+        return [seq for seq in self._blocked.values() if seq is not None][:MAX_RESERVATIONS]
 
     def _making_room(
         self,
@@ -457,14 +458,14 @@ class Admission:
             _, most = peaks(demand.without(gone), self._page_size)
             if needed + most[0] <= self._kv_cache.num_unreserved + float(demand.freed[gone].sum()):
                 return table.sequences_at(rows[gone])
-            if np.count_nonzero(gone) == MOST_GIVING_WAY or demand.freed[gone].sum() > MOST_WASTED * needed:
+            if np.count_nonzero(gone) == MAX_GIVING_WAY or demand.freed[gone].sum() > MAX_WASTED_FACTOR * needed:
                 break
         return []
 
     def _refuse_favoured(self, step: int) -> None:
         """Called when the sequence for which others have given way did not start: none give way for a while, which
         doubles each time, since what they had must be computed again."""
-        self._favoured, self._given_way_step = None, step + (RETRY_STEPS << min(self._refusals, MOST_DOUBLINGS))
+        self._favoured, self._given_way_step = None, step + (RETRY_STEPS << min(self._refusals, MAX_DOUBLINGS))
         self._refusals += 1
 
     def _expected_pages(self, seq: Sequence) -> int:

@@ -46,21 +46,22 @@ OUTPUT_TOKENS = 2.0
 # with none, the mean TTFT of a quiet client alongside one that sends 10 times as many requests is 1.6 times as long in
 # `shoal bench fleet --fair`, at 1.1 of the capacity; with twice as many tokens it is the same within 2%.
 # As tokens alone, they were half a minute of a small model on a core.
-CREDIT_S, CREDIT = 1.0, 16_384.0
+CREDIT_S, CREDIT_TOKENS = 1.0, 16_384.0
 # A client that is this far behind the next one has steps for itself. Without such steps, the mean TTFT of the quiet
 # client is 13% longer at 1.1 of the capacity.
-FAR_BEHIND_S, FAR_BEHIND = 0.25, 4096.0
+FAR_BEHIND_S, FAR_BEHIND_TOKENS = 0.25, 4096.0
 # A tenant is quiet if it was served no more than this part of its share of what all were served lately: in about as
 # many seconds. Tuned in virtual time at 17,000 and at 480 tokens of service a second (`tests/worker/scheduler/
 # test_bystander.py`).
-QUIET, LATELY_S = 0.5, 1.5
-SHORT = 1024.0  # tokens of service of a request that goes first, at most: long ones take their turns by the counters
+QUIET_SHARE, LATELY_S = 0.5, 1.5
+# Service of a request that goes first, at most: long ones take their turns by the counters.
+SHORT_TOKENS = 1024.0
 # So long after a quiet tenant's last start, steps take no longer than `STEP_S` for prompts: the next request of such a
 # client waits for the rest of a step that was made before.
-QUIET_STAYS_S, STEP_S, LEAST_STEP = 2.0, 0.1, 128
+QUIET_STAYS_S, STEP_S, MIN_STEP_TOKENS = 2.0, 0.1, 128
 ANYBODY = ("", "")  # all clients of an open server
-MOST_IDLE = 1024  # tenants without requests whose counters are kept
-MOST_IDLE_USERS = 128  # the same of each tenant's users
+MAX_IDLE_TENANTS = 1024  # tenants without requests whose counters are kept
+MAX_IDLE_USERS = 128  # the same of each tenant's users
 
 
 class Member:
@@ -88,7 +89,7 @@ class Tenant(Member):
 
     def __init__(self, name: str, index: int, nodes: "_Counters") -> None:
         super().__init__(name, index)
-        self.users = _Sharers[ClientShare](nodes, MOST_IDLE_USERS, saves_up=False)
+        self.users = _Sharers[ClientShare](nodes, MAX_IDLE_USERS, saves_up=False)
 
 
 class ClientShare(Member):
@@ -115,7 +116,7 @@ class _Counters:
         self.values, self.to_come, self.lately = np.zeros(8), np.zeros(8), np.zeros(8)
         self.prices, self.parents = np.ones(8), np.zeros(8, dtype=np.int64)
         self._free = list(range(7, -1, -1))
-        self.credit = CREDIT  # that a tenant saves up
+        self.credit = CREDIT_TOKENS  # that a tenant saves up
 
     @property
     def num_used(self) -> int:
@@ -222,7 +223,7 @@ class FairShare:
 
     def __init__(self) -> None:
         self._counters = _Counters()
-        self._tenants = _Sharers[Tenant](self._counters, MOST_IDLE, saves_up=True)
+        self._tenants = _Sharers[Tenant](self._counters, MAX_IDLE_TENANTS, saves_up=True)
         self._num_active = 0
         self._weight = 0.0  # of all tenants that have sequences
         self._speed = ServiceSpeed()
@@ -251,7 +252,7 @@ class FairShare:
         None without such a client, and while the replica's speed is unknown."""
         if self._now_s > self._quiet_until_s or self._speed.tokens_s == math.inf:
             return None
-        return max(LEAST_STEP, int(STEP_S * self._speed.tokens_s))
+        return max(MIN_STEP_TOKENS, int(STEP_S * self._speed.tokens_s))
 
     def is_quiet(self, member: Member) -> bool:
         """Whether a tenant was served far less than its share lately. Users are not quiet: a tenant may name as many
@@ -263,7 +264,7 @@ class FairShare:
     @property
     def _quiet_tokens(self) -> float:
         """The most service of a quiet tenant lately, for a weight of 1."""
-        return QUIET * float(self._counters.lately.sum()) / self._weight
+        return QUIET_SHARE * float(self._counters.lately.sum()) / self._weight
 
     def counter(self, member: Member) -> float:
         """The counter of a client, in prompt tokens: of a user within its tenant's share, of a tenant by weight."""
@@ -360,7 +361,7 @@ class FairShare:
             return
         self._now_s = now_s
         self._speed.passes(now_s, self.is_contended)
-        self._counters.credit = min(CREDIT, CREDIT_S * self._speed.tokens_s)
+        self._counters.credit = min(CREDIT_TOKENS, CREDIT_S * self._speed.tokens_s)
         if now_s - self._faded_s >= WINDOW_S:
             self._counters.lately *= math.exp((self._faded_s - now_s) / LATELY_S)
             self._faded_s = now_s
@@ -442,7 +443,7 @@ class FairShare:
             """Whether a tenant is not quiet, or this member is not short, or more than its share of the same time."""
             most = quiet * tenant.weight
             tokens = max(tokens_of(head), missing(head))
-            return lately[tenant] > most or tokens > SHORT or lately[tenant] + tokens > most / QUIET
+            return lately[tenant] > most or tokens > SHORT_TOKENS or lately[tenant] + tokens > most / QUIET_SHARE
 
         turns = []
         for tenant, heads in of_tenant.items():
@@ -451,7 +452,7 @@ class FairShare:
             key = rank_of_first, is_loud(tenant, first), self.turn(tenant), tenant.sequences, number
             turns.append((*key, tenant, heads))
         heapify(turns)
-        far_behind = min(FAR_BEHIND, FAR_BEHIND_S * self._speed.tokens_s)
+        far_behind = min(FAR_BEHIND_TOKENS, FAR_BEHIND_S * self._speed.tokens_s)
         while turns:
             _, _, counter, sequences, place, tenant, heads = turns[0]
             _, own, num_own, number, member, queue = heappop(heads)

@@ -41,7 +41,7 @@ KINDS: Mapping[Kind, type[CacheGroup]] = {
 }
 # Least part of the interval for which a sequence waits for another: prompts of a chat template all begin alike, and
 # should not start one after the other for it.
-LEAST_PART = 8
+MIN_PART_OF_INTERVAL = 8
 
 
 class KVCacheManager:
@@ -249,7 +249,7 @@ class KVCacheManager:
         """Where resume points are planned: lets `seq`, whose prompt is being computed, make one where that of `waiting`
         parts from it, if no plan has come so far and much of it is not cached. Returns whether it does."""
         position = self._common(seq, waiting)
-        is_worth = position - waiting.cached_estimate >= self._interval // LEAST_PART
+        is_worth = position - waiting.cached_estimate >= self._interval // MIN_PART_OF_INTERVAL
         if position <= seq.num_computed or not is_worth:
             return False
         if position not in seq.targets:

@@ -30,14 +30,14 @@ class OutputLengthHistory:
     the same decisions.
     """
 
-    FIRST = (0.7,) * 8  # initial fractions; each request that ends removes one of them
-    REMEMBERED = 128  # size of the history, in requests
-    PENALTY = 0.25  # growth of the margin with each preemption
-    FORGIVEN = 1 / 32  # fraction of the margin that each request that ends takes away
+    FIRST_FRACTIONS = (0.7,) * 8  # initial fractions; each request that ends removes one of them
+    MAX_REMEMBERED_REQUESTS = 128  # size of the history, in requests
+    PENALTY_FRACTION = 0.25  # growth of the margin with each preemption
+    FORGIVEN_FRACTION = 1 / 32  # fraction of the margin that each request that ends takes away
 
     def __init__(self) -> None:
-        self._fractions: deque[float] = deque(self.FIRST, maxlen=self.REMEMBERED)
-        self._num_guessed = len(self.FIRST)
+        self._fractions: deque[float] = deque(self.FIRST_FRACTIONS, maxlen=self.MAX_REMEMBERED_REQUESTS)
+        self._num_guessed = len(self.FIRST_FRACTIONS)
         self._margin = 0.0
         # Caches, rebuilt on demand: the fractions and 1.0, ascending, and the sums from each to the last.
         self._sorted: np.ndarray | None = None
@@ -49,12 +49,12 @@ class OutputLengthHistory:
             self._num_guessed -= 1
             self._fractions.popleft()
         self._fractions.append(produced / allowed)
-        self._margin -= self._margin * self.FORGIVEN
+        self._margin -= self._margin * self.FORGIVEN_FRACTION
         self._sorted = None
 
     def preempted(self) -> None:
         """Raises the margin: the predictions were too low."""
-        self._margin += self.PENALTY
+        self._margin += self.PENALTY_FRACTION
 
     def expected_tokens(self, produced: int, allowed: int) -> int:
         """Expected further output tokens of a request that has produced `produced` of at most `allowed`."""

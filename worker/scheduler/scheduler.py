@@ -67,7 +67,7 @@ from worker.scheduler.waiting_queue import QueueOrder
 if TYPE_CHECKING:
     from worker.step import PooledChunks, SampledTokens
 
-STARTS = 64  # number of latest starts from which the rate of starts is estimated
+NEWEST_STARTS = 64  # number of latest starts from which the rate of starts is estimated
 
 
 class Scheduler:
@@ -150,7 +150,7 @@ class Scheduler:
         self.is_full = False
         self._step = 0
         self._num_arrivals = 0
-        self._starts_s: deque[float] = deque(maxlen=STARTS)  # times of starts since the queue was last empty
+        self._starts_s: deque[float] = deque(maxlen=NEWEST_STARTS)  # times of starts since the queue was last empty
 
     # ------------------------------------------------------------ requests come and go
 

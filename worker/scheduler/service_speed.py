@@ -6,7 +6,7 @@ import math
 WINDOW_S = 0.25
 # What of the speed remains after each window that is slower: half after 17 s. Load is light at times, and no window of
 # a light load tells how fast the replica is; one of a heavy load tells it at once.
-FADES = 0.99
+FADE = 0.99
 
 
 class ServiceSpeed:
@@ -29,6 +29,6 @@ class ServiceSpeed:
             return
         if (window_s := now_s - self._began_s) >= WINDOW_S:
             rate = self._tokens / window_s
-            faded = FADES * self.tokens_s if self.tokens_s < math.inf else 0.0
+            faded = FADE * self.tokens_s if self.tokens_s < math.inf else 0.0
             self.tokens_s = max(rate, faded) or math.inf
             self._began_s, self._tokens = now_s, 0.0

@@ -13,7 +13,7 @@ from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 from worker.step import HIDDEN_ROWS, PENDING, PROMPT_LOGIT_ROWS, Plan
 
-MOST_COMPARED = 4  # sequences that compute a prompt, with each of which a waiting one is compared whole
+MAX_COMPARED_SEQUENCES = 4  # sequences that compute a prompt, with each of which a waiting one is compared whole
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
@@ -165,7 +165,7 @@ class StepBuilder:
         if not self._by_first_page:
             return False
         begun_alike = self._by_first_page.get(self._first_page(seq), [])
-        return any(self._kv_cache.saves_where_parts(other, seq) for other in begun_alike[:MOST_COMPARED])
+        return any(self._kv_cache.saves_where_parts(other, seq) for other in begun_alike[:MAX_COMPARED_SEQUENCES])
 
     def build(self, number: int, after: int | None = None) -> ScheduledStep:
         """Builds step `number`. Its tokens count as computed from now on. A sequence without remaining tokens gets one

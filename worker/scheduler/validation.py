@@ -5,14 +5,14 @@ from collections.abc import Iterable, Sequence
 
 from worker.messages import Failure, Generate
 
-MOST_RETRY_S = 60.0  # the load further ahead is unknown
+MAX_RETRY_S = 60.0  # the load further ahead is unknown
 
 
 def overloaded(waiting: int, starts_s: Sequence[float], now_s: float) -> Failure:
     """The refusal of a request because `waiting` requests wait already. The client is to retry when those have probably
     started, by the rate of the latest starts (`starts_s`, their times): after 1 to 60 s."""
     each_s = (now_s - starts_s[0]) / len(starts_s) if starts_s else 0.0
-    retry_after_s = min(MOST_RETRY_S, max(1.0, waiting * each_s))
+    retry_after_s = min(MAX_RETRY_S, max(1.0, waiting * each_s))
     message = f"{waiting} requests are waiting already: try again in {retry_after_s:.0f} s"
     return Failure("overloaded", message, retry_after_s=retry_after_s)
 

@@ -11,8 +11,8 @@ from worker.scheduler.fair_share import OUTPUT_TOKENS, ClientShare, FairShare
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 
-WINDOW = 128  # number of sequences at the front of the queue that compete for being next
-LEAST_OF_CLIENT = 4  # of each client, where there are many
+WINDOW_SEQUENCES = 128  # number of sequences at the front of the queue that compete for being next
+MIN_SEQUENCES_OF_CLIENT = 4  # of each client, where there are many
 # Prompt tokens that a second of waiting is worth: a sequence that arrives a second later goes first if it has more than
 # this many fewer remaining tokens. Tuned in the simulator on Azure's conversations, with the costs of an 8B model on an
 # H200: 1,000 to 12,000 differ by 15% in the median time to the first token, and by 20%, the other way, in the 99th
@@ -23,7 +23,7 @@ AGEING_TOKENS_S = 2500.0
 # simulator (8B on an H200, Azure's conversations, 1.2 of the capacity, tau 0.375), the mean latency per token is 1%
 # lower than with this time alone for 3,000 requests, and 16% for 9,000; the 99th percentile of the wait over the own
 # output is 4% and 16% higher, and 0.47 and 0.69 of that in order of arrival. 20 s alone instead of 1 s gave 8%.
-LEAST_HEAD_START_S = 20.0
+MIN_HEAD_START_S = 20.0
 # Seconds for each token of its work, beyond `starvation_s`, after which a sequence goes first though slots are short.
 PATIENCE_S = 1.0
 PROMPT_TOKENS_A_STEP = 512  # prompt tokens that take about as long as one more output token: a usual chunk
@@ -139,10 +139,10 @@ class WaitingQueue:
 
     def window(self, step: int) -> list[Sequence]:
         """The sequences that compete for being next. Looks up cached prefixes that are out of date."""
-        window = self._queue[:WINDOW]
+        window = self._queue[:WINDOW_SEQUENCES]
         if self.is_fair and len(self._by_client) > 1:
             clients = self._competing()
-            each = max(LEAST_OF_CLIENT, WINDOW // len(clients))
+            each = max(MIN_SEQUENCES_OF_CLIENT, WINDOW_SEQUENCES // len(clients))
             window = [seq for share in clients for seq in self._by_client[share][:each]]
         old = [seq for seq in window if seq.estimated_at_step + LOOKUP_EVERY_STEPS < step]
         for seq in sorted(old, key=lambda seq: seq.estimated_at_step)[:LOOKUPS_A_STEP]:
@@ -180,7 +180,7 @@ class WaitingQueue:
         else:
             steps = outputs + prompts / PROMPT_TOKENS_A_STEP
             waited_s = now_s - table.counts_from_s[rows]
-            head_start_s = max(LEAST_HEAD_START_S, float(waited_s.max(initial=0.0)))
+            head_start_s = max(MIN_HEAD_START_S, float(waited_s.max(initial=0.0)))
             due = (waited_s + head_start_s) / steps**2
             starved = waited_s > self._starvation_s + PATIENCE_S * steps
             due[starved] = waited_s[starved]
@@ -240,12 +240,12 @@ class WaitingQueue:
     def _competing(self) -> Collection[ClientShare]:
         """The clients whose sequences compete for being next: all, or of tenants with many users those that are next
         by rule 1 and 2 and by their counters. So a step costs no more however many users a tenant names."""
-        if len(self._by_client) * LEAST_OF_CLIENT <= WINDOW:
+        if len(self._by_client) * MIN_SEQUENCES_OF_CLIENT <= WINDOW_SEQUENCES:
             return self._by_client
         of_tenant: dict[int, list[ClientShare]] = {}
         for share in self._by_client:
             of_tenant.setdefault(share.tenant.index, []).append(share)
-        most = max(LEAST_OF_CLIENT, WINDOW // LEAST_OF_CLIENT // len(of_tenant))
+        most = max(MIN_SEQUENCES_OF_CLIENT, WINDOW_SEQUENCES // MIN_SEQUENCES_OF_CLIENT // len(of_tenant))
         found: list[ClientShare] = []
         for users in of_tenant.values():
             if len(users) > most:

@@ -27,7 +27,7 @@ from router.wire.responses_types import Include, ResponsesRequest
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-PAGE, MOST = 20, 100  # items
+PAGE_ITEMS, MAX_PAGE_ITEMS = 20, 100  # items
 PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -166,7 +166,7 @@ class _ResponsesRoutes:
 
     async def input_items(self, request: Request, response_id: str) -> Response:
         """The items that a stored response was asked with, the last first unless `order` is asc."""
-        limit = _number(request, "limit", PAGE, 1, MOST)
+        limit = _number(request, "limit", PAGE_ITEMS, 1, MAX_PAGE_ITEMS)
         order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
         _check_include(request)
         if order not in ("asc", "desc"):

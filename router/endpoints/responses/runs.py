@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Work = Callable[[ResponseStore], Result]
 
-READERS = 2
+READER_THREADS = 2
 BEAT_S = 0.25  # also how long events of a background response wait for each other
 POLL_S = 0.1
-EVENTS = 512  # in one read
+MAX_READ_EVENTS = 512  # in one read
 SEPARATOR = b"\n\n"
 LAST_EVENTS = (b"event: response.completed", b"event: response.incomplete", b"event: response.failed")
 
@@ -44,7 +44,7 @@ class KeptResponses:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._opening = threading.Lock()
-        self._readers, self._writer, self._beater = _Lane(READERS), _Lane(1), _Lane(1)
+        self._readers, self._writer, self._beater = _Lane(READER_THREADS), _Lane(1), _Lane(1)
         self._lanes = self._readers, self._writer, self._beater
         self.news = News(self)
 
@@ -346,7 +346,7 @@ async def follow(kept: KeptResponses, tenant: str, response_id: str, after: int,
     def read(store: ResponseStore) -> tuple[Position | None, list[tuple[int, bytes]]]:
         position = store.position(tenant, response_id)
         has_more = position is not None and position.last > after
-        return position, store.events(response_id, after, EVENTS) if has_more else []
+        return position, store.events(response_id, after, MAX_READ_EVENTS) if has_more else []
 
     last = b": no more events\n\n"
     emitted = False

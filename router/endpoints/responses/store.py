@@ -42,7 +42,7 @@ STALE_S = 30.0  # without a beat
 HANDOVER_S = 60.0  # after the last write to a file of the layout before, until it is taken over
 LOST = ResponseError("server_error", "The router that made this response has ended before it was complete.")
 EVENTS_BYTES = 1 << 20  # of events that are read at once, or one event
-EXPIRED = 64  # responses that one change forgets for their age
+MAX_EXPIRED_RESPONSES = 64  # responses that one change forgets for their age
 RUNNING_SHARE = 2  # the running responses of a tenant may take all bytes by this number
 
 # What rows take on the disk besides their contents, with their indexes and with pages that are not full.
@@ -422,8 +422,8 @@ class ResponseStore:
     def _trim(self) -> None:
         """Forgets what is too old, and of the tenants with the most bytes what they used least recently."""
         lives = self._living
-        query = f"SELECT number FROM responses WHERE used_s < ? AND NOT {_LIVES} ORDER BY used_s LIMIT {EXPIRED}"
-        old = self._database.execute(query, (self._clock() - self._age_s, *lives)).fetchall()
+        query = f"SELECT number FROM responses WHERE used_s < ? AND NOT {_LIVES} ORDER BY used_s LIMIT ?"
+        old = self._database.execute(query, (self._clock() - self._age_s, *lives, MAX_EXPIRED_RESPONSES)).fetchall()
         self._forget([number for (number,) in old])
         (total,) = self._one("SELECT coalesce(sum(bytes), 0) FROM tenants")
         if total <= self._max_bytes:

@@ -21,7 +21,7 @@ from router.access.key_file import ANYBODY
 from router.access.shares import Shares
 from router.config import RouterConfig
 from router.http import memory
-from router.http.body import LEAST_BYTES, HeldBytes, read_sent
+from router.http.body import MIN_BODY_BYTES, HeldBytes, read_sent
 from router.wire.errors import ApiError
 
 KEYS = "keys: [{key: a, name: a}, {key: b, name: b}]"
@@ -153,12 +153,12 @@ LIMITS = {"header_timeout_s": 10.0, "body_timeout_s": 60.0}
 
 def test_a_body_that_comes_too_slowly() -> None:
     """Long before the time of a whole body is over."""
-    assert read([(9.0, b"x" * (LEAST_BYTES - 1)), (0.9, b""), (0.0, b"")], **LIMITS) == LEAST_BYTES - 1
-    assert read([(9.0, b"x" * (LEAST_BYTES - 1)), (1.1, b"x"), (0.0, b"")], **LIMITS) == 408
+    assert read([(9.0, b"x" * (MIN_BODY_BYTES - 1)), (0.9, b""), (0.0, b"")], **LIMITS) == MIN_BODY_BYTES - 1
+    assert read([(9.0, b"x" * (MIN_BODY_BYTES - 1)), (1.1, b"x"), (0.0, b"")], **LIMITS) == 408
     assert read([], **LIMITS) == 408
-    steady = [(9.0, b"x" * LEAST_BYTES)] * 6
-    assert read([*steady, (0.0, b"")], **LIMITS) == 6 * LEAST_BYTES
-    assert read([*steady, (7.0, b"x" * LEAST_BYTES), (0.0, b"")], **LIMITS) == 408
+    steady = [(9.0, b"x" * MIN_BODY_BYTES)] * 6
+    assert read([*steady, (0.0, b"")], **LIMITS) == 6 * MIN_BODY_BYTES
+    assert read([*steady, (7.0, b"x" * MIN_BODY_BYTES), (0.0, b"")], **LIMITS) == 408
 
 
 # ---------------------------------------------------------------- texts

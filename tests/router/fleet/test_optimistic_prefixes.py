@@ -90,7 +90,7 @@ def test_each_replica_has_what_it_was_given():
 
 
 def test_the_number_of_entries_is_bounded_and_the_oldest_go(monkeypatch):
-    monkeypatch.setattr(optimistic_prefixes, "MOST_HASHES", 6)
+    monkeypatch.setattr(optimistic_prefixes, "MAX_HASHES", 6)
     entries = OptimisticPrefixes()
     first, second = hashes(list(range(64))), hashes(list(range(100, 164)))
     entries.add(0, first, now=0.0)

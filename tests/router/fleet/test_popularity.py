@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from router.fleet.popularity import LEAST, MOST, WINDOW, Popularity
+from router.fleet.popularity import MAX_WINDOW_REQUESTS, MIN_REQUESTS, WINDOW_REQUESTS, Popularity
 
 REPLICAS = 8
-FULL = WINDOW * REPLICAS
+FULL = WINDOW_REQUESTS * REPLICAS
 
 
 def wanted(popularity: Popularity, hashes: list[int], cached: list[float]) -> list[float]:
@@ -43,11 +43,11 @@ def test_only_the_newest_requests_count():
         popularity.add([2], REPLICAS)
     assert wanted(popularity, [1], [0, 0]) == [0, 0] and wanted(popularity, [2], [0, 0]) == [100, 100]
     assert len(popularity) == FULL
-    for _ in range(MOST):
+    for _ in range(MAX_WINDOW_REQUESTS):
         popularity.add([3], 10**6)
-    assert len(popularity) == MOST
+    assert len(popularity) == MAX_WINDOW_REQUESTS
     popularity.add([3], 1)
-    assert len(popularity) == WINDOW
+    assert len(popularity) == WINDOW_REQUESTS
 
 
 def test_the_first_requests_make_no_prefix_popular():
@@ -55,7 +55,7 @@ def test_the_first_requests_make_no_prefix_popular():
     popularity.add([1], REPLICAS)
     popularity.add([1], REPLICAS)
     assert wanted(popularity, [1], [0] * REPLICAS) == [0] * REPLICAS
-    for _ in range(REPLICAS * LEAST):
+    for _ in range(REPLICAS * MIN_REQUESTS):
         popularity.add([1], REPLICAS)
     assert wanted(popularity, [1], [0] * REPLICAS) == [100] * REPLICAS
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.prepare.program_calls import ContinuedBranch
-from router.prepare.prompts import LEAST, branch_prompts
+from router.prepare.prompts import MIN_CUT_CHARS, branch_prompts
 from router.programs import BranchCall, BranchText, Held
 from router.text.tokenizer import Tokenizer
 from worker.messages import Lease
@@ -27,7 +27,7 @@ def test_forks_have_the_tokens_of_their_whole_texts(
     either_tokenizer: Tokenizer, words: list[str], own: list[str], tail: bool
 ) -> None:
     branch = BranchText(array("i", [5, 6]), "tail ", 9) if tail else BranchText()
-    common = "said " + " ".join(words) + " " + "hello there and more " * (LEAST // 20)
+    common = "said " + " ".join(words) + " " + "hello there and more " * (MIN_CUT_CHARS // 20)
     branches = [
         ContinuedBranch(BranchCall(Lease("p", str(i))), Held("p", str(i), branch, tail, None), common + text)
         for i, text in enumerate(own)
@@ -48,7 +48,7 @@ def test_what_forks_share_is_tokenised_once(either_tokenizer: Tokenizer, monkeyp
         return encode(text, begins, context_length)
 
     monkeypatch.setattr(either_tokenizer, "encode_part", counted)
-    common = "hello there and more " * LEAST
+    common = "hello there and more " * MIN_CUT_CHARS
     held = Held("p", "b", BranchText(), False, None)
     branches = [ContinuedBranch(BranchCall(Lease("p", "b")), held, common + str(i)) for i in range(8)]
     branch_prompts(common, branches, either_tokenizer, 1 << 20)

@@ -115,7 +115,7 @@ def test_a_frame_that_waits_for_its_turn_has_been_heard(make_stack: Make, make_r
     fake.speaks_idle = False
     stack = make_stack(fake)
     stack.server.do(stack.replicas._large.acquire())
-    fake.tell(CacheEvents("one", 1, [Stored(1, 0, pack(range(connections.LARGE_FRAME)))], 16))
+    fake.tell(CacheEvents("one", 1, [Stored(1, 0, pack(range(connections.LARGE_FRAME_BYTES)))], 16))
     stack.until(lambda: stack.replicas._connections["r0"]._is_in_queue)
     looks(stack, connections.SILENT_LOOKS)
     assert stack.replicas.ready == {"r0"}
@@ -480,7 +480,7 @@ def test_closing_a_stream_aborts_it_only_while_it_runs(make_stack: Make, make_re
 def test_a_request_that_no_replica_would_take_is_refused(
     make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MOST_BYTES", 100)
+    monkeypatch.setattr(connections, "MAX_FRAME_BYTES", 100)
     fake = make_replica()
     stack = make_stack(fake)
     stack.ready("r0")

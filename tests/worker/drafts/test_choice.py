@@ -9,7 +9,7 @@ import pytest
 from pipeline.padding import PaddedSizes
 from pipeline.shape import BatchShape
 from worker.drafts import Drafter, Proposal, SpeculativeDecoding
-from worker.drafts.speculative_decoding import COUNTS, MOST_STEPS_OFF, _with_drafts
+from worker.drafts.speculative_decoding import COUNTS, MAX_STEPS_OFF, _with_drafts
 
 CONTEXT = 100
 
@@ -201,4 +201,4 @@ def test_looks_in_vain_are_put_off_for_longer_and_longer() -> None:
         waits.append(next(i for i in range(10_000) if speculation.may_follow(running, shape)))
         drafter.knows = False
         assert not speculation.may_follow(running, shape)
-    assert waits[0] < waits[1] < waits[2] < waits[3] < waits[4] <= MOST_STEPS_OFF
+    assert waits[0] < waits[1] < waits[2] < waits[3] < waits[4] <= MAX_STEPS_OFF

@@ -112,16 +112,16 @@ def test_what_a_gpu_settles(tmp_path: Path) -> None:
     model = decoder_config(read_config(dummy_models.write("llama-8b", tmp_path / "llama-8b")))
     config = on_gpu(WorkerConfig(), model, 141 * 10**9)
     assert config.schedule == "uniform" and config.token_budget > WorkerConfig().token_budget
-    assert config.max_running == gpu_defaults.MOST_RUNNING
-    assert on_gpu(WorkerConfig(), model, 24 * 10**9).max_running == gpu_defaults.LEAST_RUNNING
+    assert config.max_running == gpu_defaults.MAX_RUNNING
+    assert on_gpu(WorkerConfig(), model, 24 * 10**9).max_running == gpu_defaults.MIN_RUNNING
     split = on_gpu(WorkerConfig(tp=4), model, 24 * 10**9).max_running
-    assert gpu_defaults.LEAST_RUNNING < split < gpu_defaults.MOST_RUNNING, "the weights take a part of each GPU only"
+    assert gpu_defaults.MIN_RUNNING < split < gpu_defaults.MAX_RUNNING, "the weights take a part of each GPU only"
     held = on_gpu(WorkerConfig(kv_tokens=100_000), model, 141 * 10**9).max_running
     assert held <= 100_000 / gpu_defaults.TOKENS_A_SEQUENCE < held + 16
     nets = DeltaNetConfig(StateShape(16, 32, 128, 128, 4), (True,) * model.num_layers, 1e-6, is_fused=True)
     with_states = on_gpu(WorkerConfig(), replace(model, recurrent=nets), 141 * 10**9).max_running
     state_bytes = model.num_layers * nets.states.row_bytes(torch.bfloat16)
-    assert gpu_defaults.LEAST_RUNNING < with_states <= 0.15 * 141e9 / state_bytes < with_states + 16
+    assert gpu_defaults.MIN_RUNNING < with_states <= 0.15 * 141e9 / state_bytes < with_states + 16
     experts = decoder_config(read_config(dummy_models.write("gpt-oss-20b-mxfp4", tmp_path / "gpt-oss")))
     ways: list[dict] = [{}, {"dtype": "float16"}, {"dequantize": True}]
     in_4_bits, *multiplied_out = [on_gpu(WorkerConfig(**way), experts, 48 * 10**9).max_running for way in ways]

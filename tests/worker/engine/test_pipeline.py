@@ -413,7 +413,7 @@ def test_receives_that_are_begun_when_they_are_needed(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on GPUs."""
-    monkeypatch.setattr("worker.parallel.pipeline_stage.AHEAD", 0)
+    monkeypatch.setattr("worker.parallel.pipeline_stage.RECEIVES_AHEAD", 0)
     with pipeline(tiny_model("llama"), pp=3, tp=2, overlap=True, token_budget=11) as engine:
         assert said(engine) == expected(tiny_model("llama"))
 

@@ -22,7 +22,7 @@ from worker.curve import REPLICA
 from worker.engine import server as module
 from worker.engine.server import Server
 from worker.errors import DeviceLost
-from worker.lengths.predictor import LEARNED
+from worker.lengths.predictor import MIN_LEARNED_REQUESTS
 from worker.messages import (
     PROTOCOL,
     Abort,
@@ -283,10 +283,12 @@ def test_lengths_are_told_and_learned(serve):
     """A load has a newest output; a router that joins brings those of other replicas."""
     s = serve()
     router = s.router()
-    told = [LengthSample(np.array([n], dtype="<u2").tobytes(), 9, was_cut=False) for n in range(LEARNED - 1)]
+    told = [
+        LengthSample(np.array([n], dtype="<u2").tobytes(), 9, was_cut=False) for n in range(MIN_LEARNED_REQUESTS - 1)
+    ]
     router.send(Subscribe(length_samples=told))
     router.until(lambda: router.loads)
-    assert s.server.at_rest(lambda engine: engine.scheduler.lengths.num_learned) == LEARNED - 1
+    assert s.server.at_rest(lambda engine: engine.scheduler.lengths.num_learned) == MIN_LEARNED_REQUESTS - 1
     whole = s.parts.executor.generate([1, 2, 3], 5)
     other = next(token for token in range(len(whole) + 1) if token not in whole)  # it may end at another length
     sampling = SamplingParams(max_tokens=5, temperature=0, stop_token_ids=(other,))
@@ -294,10 +296,10 @@ def test_lengths_are_told_and_learned(serve):
     router.until(lambda: router.finished("x") and any(load.length_sample for load in router.loads))
     (sample,) = [load.length_sample for load in router.loads if load.length_sample]
     assert (sample.tokens, len(sample.features) % 2) == (5, 0) and sample.was_cut
-    assert s.server.at_rest(lambda engine: engine.scheduler.lengths.num_learned) == LEARNED
+    assert s.server.at_rest(lambda engine: engine.scheduler.lengths.num_learned) == MIN_LEARNED_REQUESTS
     router.send(Subscribe(length_samples=told))
     router.until(lambda: len(snapshots(router)) == 2)
-    assert s.server.at_rest(lambda engine: engine.scheduler.lengths.num_learned) == LEARNED
+    assert s.server.at_rest(lambda engine: engine.scheduler.lengths.num_learned) == MIN_LEARNED_REQUESTS
 
 
 def test_a_usage_report_reaches_all_other_routers(serve):

@@ -16,7 +16,7 @@ from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Engine
 from worker.engine.stage_timeline import LEADS_S, StageTimeline
-from worker.executor.clock_sync import RECENT, ClockOffset, ClockStamp, ClockSync, host_id
+from worker.executor.clock_sync import RECENT_MESSAGES, ClockOffset, ClockStamp, ClockSync, host_id
 from worker.messages import Generate, SamplingParams
 from worker.scheduler.scheduled_step import ScheduledStep
 from worker.step import Chunk, Plan, StepTime
@@ -53,7 +53,7 @@ def test_times_of_another_machine_are_set_to_this_clock(monkeypatch: pytest.Monk
         assert clocks.offset_s(stamp) == pytest.approx(-4000, abs=0.002)
     assert clocks.offset_s(stamp) == pytest.approx(-4000, abs=1e-6)
     assert clocks.offset_s(ClockStamp(host_id(), 0.0, [])) == 0.0
-    assert len(clocks._sent_s) <= 2 * RECENT
+    assert len(clocks._sent_s) <= 2 * RECENT_MESSAGES
 
 
 # ---------------------------------------------------------------- put together

@@ -9,7 +9,7 @@ from pipeline.roofline import DEVICES, MODELS, make_stages
 from pipeline.shape import BatchShape
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
-from worker.engine.step_costs import MARGIN, step_costs
+from worker.engine.step_costs import OBJECTIVE_SHARE, step_costs
 from worker.messages import ReplicaLoad, StepCosts, decode_from_replica, encode
 
 
@@ -31,9 +31,9 @@ def test_sums_are_what_the_model_predicts():
 def test_a_full_step_ends_with_the_budget_or_the_objective():
     costs = step_costs(models(), None, 4096)
     assert costs.full_s == pytest.approx(costs.step_s + 4096 * costs.token_s)
-    assert step_costs(models(), Objective(0.05, 5), 8192).full_s == pytest.approx(MARGIN * 0.05)
+    assert step_costs(models(), Objective(0.05, 5), 8192).full_s == pytest.approx(OBJECTIVE_SHARE * 0.05)
     iterations = step_costs(models(), Objective(1e-3, 5), 8192).full_s
-    assert iterations == pytest.approx(MARGIN * 5 * models()[0].predict(BatchShape.decoding(32, 32 * 4096)))
+    assert iterations == pytest.approx(OBJECTIVE_SHARE * 5 * models()[0].predict(BatchShape.decoding(32, 32 * 4096)))
 
 
 def test_stages_share_the_tokens_and_a_round_has_a_step_for_each():

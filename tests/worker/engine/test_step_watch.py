@@ -7,7 +7,7 @@ from pipeline.shape import BatchShape
 from tests.clock import Clock
 from tests.worker.fakes import any_models
 from worker.engine.cost_store import CostStore
-from worker.engine.step_watch import FACTOR, LEAST_S, WARM, StepWatch
+from worker.engine.step_watch import FACTOR, MIN_S, WARM_STEPS, StepWatch
 from worker.scheduler.scheduled_step import ScheduledStep
 from worker.step import Chunk, Plan
 
@@ -25,7 +25,7 @@ def warmed(seconds: float, costs: CostStore | None = None, longest_s: float = LO
     """A watch that has seen decodes of that many seconds, and no other steps."""
     clock = Clock()
     watch = StepWatch(costs or CostStore(), longest_s, "cuda", clock)
-    for number in range(WARM):
+    for number in range(WARM_STEPS):
         watch.began(step(number))
         clock.now_s += seconds
         watch.finished(step(number))
@@ -34,16 +34,16 @@ def warmed(seconds: float, costs: CostStore | None = None, longest_s: float = LO
 
 def test_a_kind_of_step_that_is_new_may_take_as_long_as_any() -> None:
     watch, _ = warmed(0.01)
-    assert (watch.limit_s, watch.ended) == (LEAST_S["cuda"], WARM)
+    assert (watch.limit_s, watch.ended) == (MIN_S["cuda"], WARM_STEPS)
     for other in (step(100, tokens=5), step(100, tokens=900), step(100, drafts={0: [1]})):
         watch.began(other)
         assert watch.limit_s == LONGEST_S
         watch.finished(other)
     watch.began(step(101))
-    assert watch.limit_s == LEAST_S["cuda"]
+    assert watch.limit_s == MIN_S["cuda"]
 
 
-@pytest.mark.parametrize(("seconds", "limit_s"), [(0.01, LEAST_S["cuda"]), (2.0, FACTOR * 2.0), (50.0, LONGEST_S)])
+@pytest.mark.parametrize(("seconds", "limit_s"), [(0.01, MIN_S["cuda"]), (2.0, FACTOR * 2.0), (50.0, LONGEST_S)])
 def test_a_known_kind_may_take_a_multiple_of_its_time(seconds: float, limit_s: float) -> None:
     watch, _ = warmed(seconds)
     watch.began(step(100))
@@ -58,7 +58,7 @@ def test_of_steps_in_flight_the_times_add_up() -> None:
     watch.finished(step(100))
     watch.finished(step(101), computed=False)
     assert watch.limit_s == pytest.approx(FACTOR * 2.0)
-    assert watch.ended == WARM + 2
+    assert watch.ended == WARM_STEPS + 2
 
 
 def test_steps_that_overlap_take_the_time_between_their_ends() -> None:
@@ -87,10 +87,10 @@ def test_one_step_that_compiled_is_forgotten() -> None:
         clock.now_s += 40.0 if number == 0 else 0.01
         watch.finished(step(number))
     watch.began(step(100))
-    assert watch.limit_s == LEAST_S["cuda"]
+    assert watch.limit_s == MIN_S["cuda"]
 
 
 def test_no_step_may_exceed_step_timeout_s_and_one_that_was_never_begun_does_not_count() -> None:
     watch, _ = warmed(0.01, longest_s=5.0)
     watch.finished(step(7))
-    assert (watch.limit_s, watch.ended) == (5.0, WARM)
+    assert (watch.limit_s, watch.ended) == (5.0, WARM_STEPS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from worker.executor import step_timer
-from worker.executor.step_timer import KEPT, StepTimer
+from worker.executor.step_timer import MAX_KEPT_STEPS, StepTimer
 
 
 class Device:
@@ -141,9 +141,9 @@ def test_what_nobody_takes_does_not_pile_up(on_gpu, place: str) -> None:
     _, watch = on_gpu()
     if place == "cpu":
         watch = StepTimer.for_device(torch.device("cpu"))
-    for step in range(KEPT + 5):
+    for step in range(MAX_KEPT_STEPS + 5):
         watch.begin()
         watch.end(step)
     steps = [step for step, _ in watch.take_spans()]
-    assert len(steps) == KEPT and steps[-1] == KEPT + 4
+    assert len(steps) == MAX_KEPT_STEPS and steps[-1] == MAX_KEPT_STEPS + 4
     assert all(b == a + 1 for a, b in itertools.pairwise(steps))

@@ -9,7 +9,7 @@ import pytest
 from worker.lengths import LengthEstimate, OutputLengthPredictor, arrival_features, kendall_tau
 from worker.lengths.bounds import NO_LIMIT, longest_output
 from worker.lengths.features import NUM_FEATURES
-from worker.lengths.predictor import LEARNED
+from worker.lengths.predictor import MIN_LEARNED_REQUESTS
 from worker.messages import Generate, Grammar, LengthSample, SamplingParams
 
 LIMIT = SamplingParams(max_tokens=1000)
@@ -107,7 +107,7 @@ def serve(lengths: OutputLengthPredictor, kinds: list[int], seed: int = 0) -> tu
 
 def test_nothing_is_predicted_before_some_have_ended() -> None:
     lengths = OutputLengthPredictor()
-    predicted, _ = serve(lengths, [0] * LEARNED)
+    predicted, _ = serve(lengths, [0] * MIN_LEARNED_REQUESTS)
     assert predicted == [] and lengths.accuracy() == (None, None)
     assert lengths.arrived(request([1])).estimate is not None
 
@@ -160,12 +160,12 @@ def test_a_new_replica_begins_with_what_others_have_seen() -> None:
     """Then it predicts as one that has learned from these outputs itself, and learns no others' any more."""
     known, new = OutputLengthPredictor(), OutputLengthPredictor()
     samples = []
-    for number in range(LEARNED):
+    for number in range(MIN_LEARNED_REQUESTS):
         known.ended(known.arrived(request([number, 7])), 10 + 5 * number, was_cut=number % 2 == 0)
         samples.append(known.take_sample())
     assert known.take_sample() is None, "each is told once"
     told = [sample for sample in samples if sample is not None]
-    assert len(told) == LEARNED
+    assert len(told) == MIN_LEARNED_REQUESTS
     new.begin_with(told)
     expected = known.arrived(request([3, 7]))
     assert expected.estimate is not None and new.arrived(request([3, 7])).estimate == expected.estimate

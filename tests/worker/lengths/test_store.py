@@ -8,7 +8,7 @@ import pytest
 
 from worker.lengths import LengthStore
 from worker.lengths.features import NUM_FEATURES
-from worker.lengths.predictor import LEARNED
+from worker.lengths.predictor import MIN_LEARNED_REQUESTS
 from worker.messages import Generate, SamplingParams
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7, 8]]
@@ -16,7 +16,7 @@ PROMPTS = [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 def teach(store: LengthStore) -> None:
     """Outputs of 10 tokens for the first prompt, and of 500 for the second."""
-    for number in range(2 * LEARNED):
+    for number in range(2 * MIN_LEARNED_REQUESTS):
         known = store.predictor.arrived(request(number % 2))
         store.predictor.ended(known, (10, 500)[number % 2], was_cut=False)
 
@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_read_is_no_obstacle(
     assert again.predictor.num_learned == 0 and "tiny.npz" in caplog.text
     teach(again)
     again.save()  # over the damaged one
-    assert LengthStore.load(Path("tiny"), tmp_path).predictor.num_learned == 2 * LEARNED
+    assert LengthStore.load(Path("tiny"), tmp_path).predictor.num_learned == 2 * MIN_LEARNED_REQUESTS
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,4 +77,4 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: py
     assert caplog.text.count("not kept") == 1
     (tmp_path / "lengths").unlink()  # as a disk that is full no longer
     store.save()
-    assert LengthStore.load(Path("tiny"), tmp_path / "lengths").predictor.num_learned == 4 * LEARNED
+    assert LengthStore.load(Path("tiny"), tmp_path / "lengths").predictor.num_learned == 4 * MIN_LEARNED_REQUESTS

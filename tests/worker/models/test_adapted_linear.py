@@ -20,7 +20,7 @@ def test_products_are_summed(
     has_bias: bool, size: int | None, most_beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last tokens have no adapter, and in a graph there may be more of them than in the step."""
-    monkeypatch.setattr("worker.models.adapted_linear._MOST_BESIDE", most_beside)
+    monkeypatch.setattr("worker.models.adapted_linear._MAX_SIDE_TOKENS", most_beside)
     device, slots = torch.device("cuda"), np.array([2, 0, 2, -1, 1, -1])
     torch.manual_seed(0)
     base = Linear(torch.randn(OUT, IN, device=device).bfloat16(), torch.ones(OUT, device=device).bfloat16())

@@ -11,7 +11,7 @@ from kernels.ops.activation import gelu_tanh_and_mul, relu2, silu_and_mul
 from kernels.ops.norm import rms_norm
 from worker.models.layer import MLP, DecoderLayer, SelfAttention
 from worker.models.residual_stream import (
-    EMBEDDING_TURN,
+    EMBEDDING_BUFFER,
     Activation,
     FirstSum,
     HalfBatchStream,
@@ -94,7 +94,7 @@ def test_consecutive_sums_have_different_turns(sums: int, follows_embedding: boo
     group, linear = TwoEqualRanks(), Linear(random(HIDDEN, HIDDEN))
     for _ in range(3):
         if follows_embedding:
-            group.turns.append(EMBEDDING_TURN)
+            group.turns.append(EMBEDDING_BUFFER)
         stream = ResidualStream(random(2, HIDDEN), group, EPS, first_sum=FirstSum.of(sums, follows_embedding))
         for _ in range(sums):
             stream.add(linear, random(2, HIDDEN))

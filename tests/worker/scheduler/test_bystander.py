@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.worker.virtual_replica import VirtualReplica
-from worker.scheduler.fair_share import CREDIT, CREDIT_S
-from worker.scheduler.service_speed import FADES, WINDOW_S, ServiceSpeed
+from worker.scheduler.fair_share import CREDIT_S, CREDIT_TOKENS
+from worker.scheduler.service_speed import FADE, WINDOW_S, ServiceSpeed
 
 
 class Speed(NamedTuple):
@@ -101,7 +101,7 @@ def test_what_is_saved_up_follows_the_speed() -> None:
     """And is never more than for the fastest."""
     credits = {name: warm(speed)[0].scheduler._shares.credit for name, speed in SPEEDS.items()}
     assert credits["slow"] < CREDIT_S / SPEEDS["slow"].token_s
-    assert credits["slow"] < credits["fast"] <= CREDIT
+    assert credits["slow"] < credits["fast"] <= CREDIT_TOKENS
 
 
 def test_a_light_load_hides_the_speed_only_slowly() -> None:
@@ -112,10 +112,10 @@ def test_a_light_load_hides_the_speed_only_slowly() -> None:
     assert speed.tokens_s == pytest.approx(100)
     for number in range(10, 20):
         speed.passes(number * WINDOW_S, is_contended=True)
-    assert speed.tokens_s == pytest.approx(100 * FADES**10)
+    assert speed.tokens_s == pytest.approx(100 * FADE**10)
     speed.served(1e9)  # while clients do not compete
     speed.passes(21 * WINDOW_S, is_contended=False)
     speed.passes(22 * WINDOW_S, is_contended=True)
     speed.served(50 * WINDOW_S)
     speed.passes(23 * WINDOW_S, is_contended=True)
-    assert speed.tokens_s == pytest.approx(100 * FADES**11)
+    assert speed.tokens_s == pytest.approx(100 * FADE**11)

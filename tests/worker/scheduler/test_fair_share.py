@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from tests.worker.driver import Driver, prompt
 from worker.scheduler.fair_share import (
-    CREDIT,
-    FAR_BEHIND,
-    MOST_IDLE,
-    MOST_IDLE_USERS,
+    CREDIT_TOKENS,
+    FAR_BEHIND_TOKENS,
+    MAX_IDLE_TENANTS,
+    MAX_IDLE_USERS,
     OUTPUT_TOKENS,
     ClientShare,
     FairShare,
@@ -92,7 +92,7 @@ def test_those_that_cannot_start_do_not_save_up_what_others_get() -> None:
     stuck, runs = waiting(shares, "stuck"), waiting(shares, "runs")
     shares.charge(runs, 100_000)
     shares.starts(runs, 0.0)
-    assert shares.counter(stuck.tenant) == 100_000 - CREDIT and shares.counter(runs.tenant) == 100_000
+    assert shares.counter(stuck.tenant) == 100_000 - CREDIT_TOKENS and shares.counter(runs.tenant) == 100_000
 
 
 def test_an_open_server_counts_nothing() -> None:
@@ -108,12 +108,12 @@ def test_only_some_service_is_saved_up() -> None:
     shares.dequeue(b)
     shares.charge(a, 100_000)
     shares.enqueue(b)
-    assert shares.counter(b.tenant) == 100_000 - CREDIT
+    assert shares.counter(b.tenant) == 100_000 - CREDIT_TOKENS
     shares.dequeue(a)
     shares.charge(a, 100_000)
     shares.dequeue(b)  # the last to leave
     c = waiting(shares, "c")
-    assert shares.counter(c.tenant) == 100_000 - 2 * CREDIT
+    assert shares.counter(c.tenant) == 100_000 - 2 * CREDIT_TOKENS
     shares.enqueue(a)
     assert shares.counter(a.tenant) == 200_000  # what was served is not forgiven
 
@@ -122,7 +122,7 @@ def test_a_client_far_behind_has_its_step_for_itself() -> None:
     shares = FairShare()
     flood, quiet = waiting(shares, "flood"), waiting(shares, "quiet")
     shares.computes(quiet, 1)  # so that it is not quiet in the strict sense
-    shares.charge(flood, int(FAR_BEHIND) + 1000)
+    shares.charge(flood, int(FAR_BEHIND_TOKENS) + 1000)
     queues = (flood, [10, 11]), (quiet, [900, 99])
     assert in_order(shares, *queues, served=True) == [900, 99]
     assert in_order(shares, *queues, served=False) == [900, 99, 10, 11]  # it had no room: the step is for others
@@ -146,7 +146,7 @@ def test_a_flood_of_names_is_forgotten_and_pushes_nobody_out(by_user: bool) -> N
     known = shares.num_known
     for number in range(3000):
         visit(shares, "flood" if by_user else f"flood {number}", str(number), 5)
-    assert shares.num_known <= known + (2 * MOST_IDLE_USERS + 1 if by_user else 4 * MOST_IDLE)
+    assert shares.num_known <= known + (2 * MAX_IDLE_USERS + 1 if by_user else 4 * MAX_IDLE_TENANTS)
     assert waiting(shares, "stays") is stays
     gone = waiting(shares, "gone")
     assert shares.counter(gone.tenant) == 70_000
@@ -155,9 +155,9 @@ def test_a_flood_of_names_is_forgotten_and_pushes_nobody_out(by_user: bool) -> N
 def test_a_new_client_begins_with_nothing_of_a_forgotten_one() -> None:
     """Though it has the place of one among the counters."""
     shares = FairShare()
-    for number in range(3 * MOST_IDLE_USERS):
+    for number in range(3 * MAX_IDLE_USERS):
         visit(shares, "flood", str(number), 5)
-    assert shares.num_known < 3 * MOST_IDLE_USERS
+    assert shares.num_known < 3 * MAX_IDLE_USERS
     new = waiting(shares, "new")
     assert (shares.counter(new), shares.counter(new.tenant)) == (0, 0)
 

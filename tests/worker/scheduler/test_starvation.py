@@ -11,7 +11,7 @@ import pytest
 from tests.worker.driver import prompt
 from tests.worker.virtual_replica import STEP_S, VirtualReplica
 from worker.messages import SamplingParams
-from worker.scheduler.fair_share import CREDIT
+from worker.scheduler.fair_share import CREDIT_TOKENS
 
 Attack = Callable[[VirtualReplica, random.Random, int], None]
 
@@ -245,7 +245,7 @@ def test_over_any_time_a_client_gets_its_part(attack: Attack, weight: float) -> 
         lags.append(part * sum(replica.work.values()) - replica.work["victim"])
     lag = np.array(lags)
     worst = float((lag - np.minimum.accumulate(lag)).max())
-    assert worst < CREDIT, f"{worst:.0f} tokens behind"
+    assert worst < CREDIT_TOKENS, f"{worst:.0f} tokens behind"
     assert replica.work["victim"] > 0.7 * part * sum(replica.work.values())
 
 

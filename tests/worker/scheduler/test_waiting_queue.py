@@ -3,9 +3,9 @@
 import pytest
 
 from tests.worker.driver import Driver, prompt
-from worker.lengths.predictor import LEARNED
+from worker.lengths.predictor import MIN_LEARNED_REQUESTS
 from worker.messages import Generate, Grammar, SamplingParams
-from worker.scheduler.admission import PREDICTIONS, UNKNOWN_TOKENS
+from worker.scheduler.admission import PREDICTED_SEQUENCES, UNKNOWN_TOKENS
 from worker.scheduler.waiting_queue import AGEING_TOKENS_S, JOB_PROMPT_WORK
 
 
@@ -226,7 +226,7 @@ def test_a_limit_that_says_nothing_is_no_long_work(drive):
 def test_choices_bound_what_is_expected_of_an_output(drive, learned):
     """Cold, and after outputs of 500 tokens."""
     d = drive(max_running=1, eos=(7,), num_pages=600)
-    for _ in range(LEARNED * learned):
+    for _ in range(MIN_LEARNED_REQUESTS * learned):
         lengths = d.scheduler.lengths
         lengths.ended(lengths.arrived(Generate(request_id="", prompt_ids=[1], sampling=known(500))), 500, False)
     choice = SamplingParams(max_tokens=1000, grammar=Grammar("choice", '["yes", "no"]'))
@@ -294,7 +294,7 @@ def test_those_that_wait_are_predicted_again_as_others_end(drive):
     d = drive(max_running=1, eos=(7,), schedule="offline", finish="most")
     d.add("runs", prompt(6), max_tokens=2)
     d.step()
-    for number in range(2 * PREDICTIONS):
+    for number in range(2 * PREDICTED_SEQUENCES):
         d.add(f"long {number}", [1, 5], max_tokens=60)
     d.add("short", [2, 5], max_tokens=60)
     d.add("known", [2, 5], sampling=known(9))
@@ -303,9 +303,10 @@ def test_those_that_wait_are_predicted_again_as_others_end(drive):
     teach(d)
     while not d.reason("runs"):
         d.step()
-    assert [seq.estimate is not None for seq in waiting] == [True] * PREDICTIONS + [False] * (PREDICTIONS + 2)
+    count = PREDICTED_SEQUENCES
+    assert [seq.estimate is not None for seq in waiting] == [True] * count + [False] * (count + 2)
     for _ in range(2):
         d.scheduler._waiting.predict_again(d.scheduler.lengths)
-    assert [seq.estimate is not None for seq in waiting] == [True] * (2 * PREDICTIONS + 1) + [False]
+    assert [seq.estimate is not None for seq in waiting] == [True] * (2 * PREDICTED_SEQUENCES + 1) + [False]
     short, known_one = waiting[-2:]
     assert short.expected_tokens < known_one.expected_tokens < waiting[0].expected_tokens

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from worker.structured_output.compiling.compilation import Compilation
 from worker.structured_output.compiling.forks import (
-    YIELDING,
+    YIELDING_NICE,
     cpu_time_s,
     ended,
     has_memory_up_to,
@@ -70,7 +70,7 @@ def _keep(
 ) -> None:
     """Lets a fork answer, and reports how that fork ended. `yields`: both have a low priority."""
     if yields:
-        os.setpriority(os.PRIO_PROCESS, 0, YIELDING)
+        os.setpriority(os.PRIO_PROCESS, 0, YIELDING_NICE)
     control.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     process = _fork(partial(_answer, connection, compilation, memory_bytes))

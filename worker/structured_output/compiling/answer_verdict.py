@@ -17,8 +17,8 @@ from worker.structured_output.error import GrammarError
 from worker.structured_output.json_schema.modern import with_patterns_of_python
 from worker.structured_output.tokens import BY_ID
 
-_MOST_ERRORS = 100  # looked at for the first place
-_MOST_CHARACTERS = 300  # of a message
+_MAX_ERRORS = 100  # looked at for the first place
+_MAX_MESSAGE_CHARS = 300  # of a message
 _SPACE = " \t\n\r"
 
 
@@ -57,13 +57,13 @@ def answer_verdict(answer: AnswerToCheck, token_bytes: Sequence[bytes]) -> Answe
         text = whole[skipped:].decode()
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return AnswerVerdict(f"the answer is not JSON: {error}"[:_MOST_CHARACTERS])
+        return AnswerVerdict(f"the answer is not JSON: {error}"[:_MAX_MESSAGE_CHARS])
     schema = with_patterns_of_python(json.loads(answer.schema))
     draft = validator_for(schema, default=Draft202012Validator)
     # By default, jsonschema would fetch what references of other schemas lead to.
     validator = draft(schema, registry=REGISTRY, format_checker=draft.FORMAT_CHECKER if answer.with_formats else None)
     try:
-        errors = list(islice(validator.iter_errors(value), _MOST_ERRORS))
+        errors = list(islice(validator.iter_errors(value), _MAX_ERRORS))
     except (Unresolvable, re.error, RecursionError) as error:
         raise GrammarError(f"the JSON schema cannot be followed: {error}") from None
     if not errors:
@@ -79,7 +79,7 @@ def answer_verdict(answer: AnswerToCheck, token_bytes: Sequence[bytes]) -> Answe
         if end > before:
             break
         kept += 1
-    return AnswerVerdict(f"at {where}: {cause.message}"[:_MOST_CHARACTERS], kept)
+    return AnswerVerdict(f"at {where}: {cause.message}"[:_MAX_MESSAGE_CHARS], kept)
 
 
 def _thinking_bytes(whole: bytes, after: str | None, begin: str | None) -> int:

@@ -47,7 +47,7 @@ TEXT_KINDS = ("json_schema", "json_object", "regex", "choice")
 _TRIAL_TOKENS = 48
 _LAZY_TRIAL_TOKENS = 16  # each may take a millisecond
 SLOW_FILL_S = 0.25
-_TRIALS = 3
+_NUM_TRIALS = 3
 
 
 class CompiledBytes(NamedTuple):
@@ -213,8 +213,8 @@ class Compilation:
     def _try_out(self, new_matcher: Callable[[], Any], tokens: int) -> None:
         """Follows the grammar along random tokens. Raises GrammarError if it allows no token, or is too slow for a
         server, which waits for it at every token. A mask takes twice as long where other processes use the memory, so
-        a slow grammar has `_TRIALS` trials, each with a matcher that has no mask yet."""
-        for _ in range(_TRIALS):
+        a slow grammar has `_NUM_TRIALS` trials, each with a matcher that has no mask yet."""
+        for _ in range(_NUM_TRIALS):
             if self._is_quick(new_matcher(), tokens):
                 return
         raise GrammarError("the grammar is too slow to follow: write it with fewer nested repetitions")

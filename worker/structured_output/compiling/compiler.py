@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MOST_ROOM_S = 60.0  # longest wait for memory, until requests with large grammars end
-_MOST_QUEUED_S = 60.0  # longest wait for a thread, while other grammars compile
+_MAX_MEMORY_WAIT_S = 60.0  # longest wait for memory, until requests with large grammars end
+_MAX_QUEUED_S = 60.0  # longest wait for a thread, while other grammars compile
 _WORTH_A_TRIM_BYTES = 1 << 20
-_AT_ONCE, _OF_ONE_CLIENT = 3, 2  # grammars that compile
+_MAX_AT_ONCE, _MAX_OF_ONE_CLIENT = 3, 2  # grammars that compile
 _REFUSED_S = 600.0  # for which a refusal is remembered: one that took too long might not at another time
-_MOST_REFUSED_CHARS = 4 << 20  # of grammars and refusals
+_MAX_REFUSED_CHARS = 4 << 20  # of grammars and refusals
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class GrammarCompiler:
         self._closed = threading.Event()
         self._cached_bytes = 0  # of those in the cache
         self._recent_cpu = RecentCpu()
-        self._compiling = ClientTurns(_AT_ONCE, "grammar", each=_OF_ONE_CLIENT)
+        self._compiling = ClientTurns(_MAX_AT_ONCE, "grammar", each=_MAX_OF_ONE_CLIENT)
         self._judging = ClientTurns(2, "answers", each=1)
         if (self._model_dir / "tokenizer.json").is_file():  # otherwise requests with a grammar get an error
             self._compiling.submit("", self._process.start)
@@ -161,8 +161,8 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar, asked: _Asked, client: str) -> CompiledGrammar:
         """Raises CompilerUnavailable if its turn comes too late: then those after it wait less."""
-        if time.monotonic() - asked.asked_s > _MOST_QUEUED_S:
-            raise CompilerUnavailable(f"the grammars of other requests took more than {_MOST_QUEUED_S:g} s to compile")
+        if time.monotonic() - asked.asked_s > _MAX_QUEUED_S:
+            raise CompilerUnavailable(f"the grammars of other requests took more than {_MAX_QUEUED_S:g} s to compile")
         info = self._tokenizer_info(grammar.kind)
         self._wait_for_room()
         found = self._compiled_text(grammar, client)
@@ -238,10 +238,10 @@ class GrammarCompiler:
 
     def _wait_for_room(self) -> None:
         """Waits while grammars, including evicted ones that requests still hold, take too much memory. Raises
-        CompilerUnavailable after `_MOST_ROOM_S`."""
+        CompilerUnavailable after `_MAX_MEMORY_WAIT_S`."""
         with self._room:
             if not self._room.wait_for(
-                lambda: self._closed.is_set() or self._bytes <= 2 * self._cache_bytes, _MOST_ROOM_S
+                lambda: self._closed.is_set() or self._bytes <= 2 * self._cache_bytes, _MAX_MEMORY_WAIT_S
             ):
                 raise CompilerUnavailable("the grammars of other requests take all memory that there is for grammars")
 
@@ -330,7 +330,7 @@ class GrammarCompiler:
         self._forget(grammar)
         self._refused[grammar] = error, time.monotonic() + _REFUSED_S
         self._refused_chars += _chars(grammar, error)
-        while self._refused_chars > _MOST_REFUSED_CHARS:
+        while self._refused_chars > _MAX_REFUSED_CHARS:
             self._forget(next(iter(self._refused)))
 
     def _forget(self, grammar: Grammar) -> None:

@@ -33,11 +33,11 @@ from worker.structured_output.matching.engines import CompiledText
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES, MOST_FILES = 512 << 20, 4096
-_KEPT = 0.9  # share of both that eviction leaves, so that it is rare
+MAX_BYTES, MAX_FILES = 512 << 20, 4096
+_KEPT_SHARE = 0.9  # share of both that eviction leaves, so that it is rare
 # Part of the room that is left which a process fills before it looks at the folder again. As many processes may
 # write at once without exceeding the limits. A look at 7,600 files takes 0.1 s of the interpreter: tokens wait for it.
-_PART = 8
+_PARTS_OF_ROOM = 8
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _ASK_EVERY_S = 0.01
 _RETRY_S = 60.0  # after the folder could not be written: a disk may be full for a while
@@ -73,7 +73,7 @@ class GrammarStore:
     """The compiled grammars of a folder. May be used by any threads and processes at once."""
 
     def __init__(
-        self, folder: Path, made_of: Sequence[str], most_bytes: int = MOST_BYTES, most_files: int = MOST_FILES
+        self, folder: Path, made_of: Sequence[str], most_bytes: int = MAX_BYTES, most_files: int = MAX_FILES
     ) -> None:
         """`made_of`: as `identity` returns it. The folder, of all identities, may have `most_files` with `most_bytes`
         together; those used last stay."""
@@ -150,12 +150,12 @@ class GrammarStore:
         total, files = sum(size for _, size, _ in found), len(found)
         if total > self._most_bytes or files > self._most_files:
             for _, size, path in sorted(found):
-                if total <= self._most_bytes * _KEPT and files <= self._most_files * _KEPT:
+                if total <= self._most_bytes * _KEPT_SHARE and files <= self._most_files * _KEPT_SHARE:
                     break
                 Path(path).unlink(missing_ok=True)
                 total, files = total - size, files - 1
-        self._left_bytes = (self._most_bytes - total) // _PART
-        self._left_files = (self._most_files - files) // _PART
+        self._left_bytes = (self._most_bytes - total) // _PARTS_OF_ROOM
+        self._left_files = (self._most_files - files) // _PARTS_OF_ROOM
 
 
 def _locked(descriptor: int) -> bool:

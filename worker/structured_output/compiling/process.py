@@ -36,7 +36,7 @@ from worker.structured_output.error import CompilerUnavailable, GrammarError
 from worker.structured_output.json_schema.unique_places import Place
 from worker.structured_output.matching.engines import CompiledText
 
-_LEAST_WALL_S, _WALL_PER_CPU_S = 60.0, 6.0  # ten seconds of CPU may take two minutes
+_MIN_WALL_S, _WALL_PER_CPU_S = 60.0, 6.0  # ten seconds of CPU may take two minutes
 _GRACE_S = 10.0  # for the process to start, and to report that a compilation has ended
 
 # A reply consists of a verdict (one byte), its text, and an `Ending`: how the process that gave the verdict ended. The
@@ -111,7 +111,7 @@ class CompilerProcess:
         return AnswerVerdict(*json.loads(self._ask([CHECK, json.dumps(answer), None, None, True], cpu_s)))
 
     def _ask(self, question: list[Any], cpu_s: float, yields: bool = False) -> bytes:
-        wall_s = _LEAST_WALL_S + _WALL_PER_CPU_S * cpu_s
+        wall_s = _MIN_WALL_S + _WALL_PER_CPU_S * cpu_s
         try:
             connection = self._hand_over(yields)
         except OSError as error:

@@ -8,9 +8,9 @@ import time
 LATELY_S = 5.0  # in which the weight of what was taken falls to 1/e
 # A part of the cores that a client's grammars may take without yielding. Eight well-behaved requests a second, two of
 # which have a new schema, take 0.07 of a core.
-PART = 0.1
+CORES_SHARE = 0.1
 _FORKS_S = 0.02  # of the two forks of a grammar, besides what the inner one counts: a guess, for some 170 MB of pages
-_MOST_CLIENTS = 1024
+_MAX_CLIENTS = 1024
 
 
 class RecentCpu:
@@ -18,7 +18,7 @@ class RecentCpu:
 
     def __init__(self, cores: int | None = None) -> None:
         """`cores`: by default those that this process may use."""
-        self._most_s = PART * (cores or _cores()) * LATELY_S
+        self._most_s = CORES_SHARE * (cores or _cores()) * LATELY_S
         self._lock = threading.Lock()
         self._taken: dict[str, tuple[float, float]] = {}  # seconds, and when
 
@@ -32,7 +32,7 @@ class RecentCpu:
         now_s = time.monotonic()
         with self._lock:
             self._taken[client] = self._seconds(client, now_s) + seconds + _FORKS_S, now_s
-            if len(self._taken) > _MOST_CLIENTS:  # those that took little are forgotten
+            if len(self._taken) > _MAX_CLIENTS:  # those that took little are forgotten
                 taken = {each: self._seconds(each, now_s) for each in self._taken}
                 self._taken = {each: (left_s, now_s) for each, left_s in taken.items() if left_s > 2 * _FORKS_S}
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-_MOST_PLACES = 40  # of limits, after the point, that texts without exponent are compared with
+_MAX_PLACES = 40  # of limits, after the point, that texts without exponent are compared with
 _EXACT = 1 << 53  # whole numbers up to this are doubles
 _DISTANCE_DIGITS = 15  # significant digits in which a number differs from a limit that excludes it
-_LEAST_POSITIVE = Fraction(5, 10**324)  # that no double is less than
-_LEAST_EXPONENT, _LARGEST_EXPONENT = -324, 307  # so that no reader comes to zero, or to infinity
+_MIN_POSITIVE = Fraction(5, 10**324)  # that no double is less than
+_MIN_EXPONENT, _MAX_EXPONENT = -324, 307  # so that no reader comes to zero, or to infinity
 _LARGEST = r"1\.7976931348623157[eE]\+{0,1}308"  # which some schemas and programs mean by "no limit"
 
 ANY_NUMBER = (
@@ -71,7 +71,7 @@ def _halves(low: Fraction | None, high: Fraction | None) -> Iterator[tuple[str, 
 def _next_above(limit: Fraction) -> Fraction:
     """The least number with few digits that no reader takes for `limit` or less."""
     if limit == 0:
-        return _LEAST_POSITIVE
+        return _MIN_POSITIVE
     step = Fraction(10) ** (_exponent(abs(limit)) - _DISTANCE_DIGITS + 1)
     found = (limit // step + 1) * step
     while Fraction(float(found)) <= max(limit, Fraction(float(limit))):
@@ -189,10 +189,10 @@ def _decimals(wanted: _Range) -> list[str]:
 
 def _bound(value: Fraction, *, up: bool) -> Bound:
     """The digits of a limit, which is rounded if it has too many."""
-    scaled = value * 10**_MOST_PLACES
+    scaled = value * 10**_MAX_PLACES
     whole = -(-scaled.numerator // scaled.denominator) if up else scaled.numerator // scaled.denominator
-    before, after = divmod(whole, 10**_MOST_PLACES)
-    return _digits(str(before)), _digits(str(after).rjust(_MOST_PLACES, "0").rstrip("0"))
+    before, after = divmod(whole, 10**_MAX_PLACES)
+    return _digits(str(before)), _digits(str(after).rjust(_MAX_PLACES, "0").rstrip("0"))
 
 
 def _with_point(low: Bound, high: Bound | None, length: int) -> list[str]:
@@ -259,9 +259,9 @@ def _scientific(wanted: _Range) -> list[str]:
     if wanted.high is not None and (wanted.high < wanted.low or wanted.high == 0):
         return []
     out: list[str] = []
-    first = None if wanted.low == 0 else max(_exponent(wanted.low), _LEAST_EXPONENT)
-    last = _LARGEST_EXPONENT if wanted.high is None else min(_exponent(wanted.high), _LARGEST_EXPONENT)
-    for exponent in sorted({each for each in (first, last) if each is not None and each <= _LARGEST_EXPONENT}):
+    first = None if wanted.low == 0 else max(_exponent(wanted.low), _MIN_EXPONENT)
+    last = _MAX_EXPONENT if wanted.high is None else min(_exponent(wanted.high), _MAX_EXPONENT)
+    for exponent in sorted({each for each in (first, last) if each is not None and each <= _MAX_EXPONENT}):
         ten = Fraction(10) ** exponent
         low = max(Fraction(1), wanted.low / ten)
         high = None if wanted.high is None else wanted.high / ten

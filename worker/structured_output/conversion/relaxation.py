@@ -22,7 +22,7 @@ from worker.structured_output.json_schema.references import SchemaReferences
 from worker.structured_output.rules.ebnf import Node
 
 # Refusals of one schema. The published ones that are refused at all need up to 9.
-_MOST_TAKEN_OUT = 64
+_MAX_TAKEN_OUT = 64
 # Taking one of them out says nothing without the others.
 _WITH = {
     "contains": ("minContains", "maxContains"),
@@ -59,7 +59,7 @@ class Relaxed:
             _check_references(whole)
 
     def _rules(self) -> dict[str, Node]:
-        for _ in range(_MOST_TAKEN_OUT):
+        for _ in range(_MAX_TAKEN_OUT):
             try:
                 with refusals():
                     converter = SchemaConverter(self.schema)

@@ -64,10 +64,10 @@ from worker.structured_output.rules.ebnf import (
     to_text,
 )
 
-_MOST_RULES = 5_000
-_MOST_MEMBERS_COUNTED = 8
-_MOST_PATTERNS_TOLD_APART = 4  # of `patternProperties`: names are told apart by all sets of them
-_MOST_SHUFFLED = 6  # values of which all orders have a rule: one for each set of them
+_MAX_RULES = 5_000
+_MAX_COUNTED_MEMBERS = 8
+_MAX_PATTERNS_TOLD_APART = 4  # of `patternProperties`: names are told apart by all sets of them
+_MAX_SHUFFLED_VALUES = 6  # values of which all orders have a rule: one for each set of them
 
 
 def schema_to_ebnf(text: str) -> str:
@@ -210,8 +210,8 @@ class SchemaConverter:
             return NEVER
         key = ("distinct " if self._distinct else "") + json.dumps(schema)
         if key not in self._names:
-            if len(self._names) >= _MOST_RULES:
-                raise KeywordError(f"the JSON schema has more than {_MOST_RULES} parts", ANY, at)
+            if len(self._names) >= _MAX_RULES:
+                raise KeywordError(f"the JSON schema has more than {_MAX_RULES} parts", ANY, at)
             self._names[key] = name = f"{self._prefix}v{len(self._names)}"
             self._places[name] = at
             self._rules[name] = self._build(schema, at)
@@ -308,7 +308,7 @@ class SchemaConverter:
         """An array of unique items. If they are a few given values, its grammar says so. Otherwise, it writes each
         value in one way, so that their texts can be compared."""
         listed = None if prefix else self._all_values(items, f"{at}/items")
-        if listed is not None and (len(listed) <= _MOST_SHUFFLED or most is None or most >= len(listed)):
+        if listed is not None and (len(listed) <= _MAX_SHUFFLED_VALUES or most is None or most >= len(listed)):
             return self._given(listed, least, most)
         for i, each in enumerate([*prefix, *[items] * (least > len(prefix))]):
             if not self._counts.has(each, i + 1 if i < len(prefix) else least, at):
@@ -344,7 +344,7 @@ class SchemaConverter:
         most = len(nodes) if most is None else min(int(most), len(nodes))
         if least > most:
             return NEVER
-        if len(nodes) > _MOST_SHUFFLED:
+        if len(nodes) > _MAX_SHUFFLED_VALUES:
             body = self.members([(node, False) for node in nodes], None, least)
         else:
             body = self._shuffled(nodes, least, most)
@@ -441,7 +441,7 @@ class SchemaConverter:
         """The kinds of members by the patterns that are found in their names: what the names match, all of it, and the
         schema of the values with its place."""
         names = {each: values.found_name(each, at, self._spelling) for each in patterns}
-        many = len(patterns) > _MOST_PATTERNS_TOLD_APART
+        many = len(patterns) > _MAX_PATTERNS_TOLD_APART
         self._narrow(["patternProperties"] * many + ["other members"] * (more is None), at)
         for kind in [
             kind for size in range(1, 2 if many else len(patterns) + 1) for kind in combinations(patterns, size)
@@ -554,7 +554,7 @@ def _count_properties(
     if least > len(needed):
         if not more and least == len(properties):
             needed = set(properties)
-        elif not counts or least > _MOST_MEMBERS_COUNTED:
+        elif not counts or least > _MAX_COUNTED_MEMBERS:
             raise KeywordError(
                 f"minProperties at {at} is supported only where it makes all properties, or none, needed",
                 "minProperties",

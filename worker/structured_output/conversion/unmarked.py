@@ -11,7 +11,7 @@ from worker.structured_output.rules.charset import Ranges, complement, intersect
 
 # What may stand between tags: any character but the control characters other than tab, line feed and carriage return.
 TEXT: Ranges = ((0x09, 0x0A), (0x0D, 0x0D), (0x20, 0xD7FF), (0xE000, 0x10FFFF))
-_TELLING = 4  # characters of a marker that seldom begin anything else
+_TELLING_CHARS = 4  # characters of a marker that seldom begin anything else
 
 
 def without_bracket(ranges: Ranges) -> Ranges:
@@ -24,7 +24,9 @@ def may_break(text: str, markers: Iterable[str]) -> bool:
     return any(mark in text or text.endswith(tuple(mark[:n] for n in range(1, len(mark)))) for mark in markers)
 
 
-def unmarked(markers: Iterable[str], characters: Ranges, escape: str = "", *, telling: int | None = _TELLING) -> str:
+def unmarked(
+    markers: Iterable[str], characters: Ranges, escape: str = "", *, telling: int | None = _TELLING_CHARS
+) -> str:
     """A pattern of texts of `characters`, and of what `escape` matches, in which no marker occurs, nor its first
     `telling` characters (None: all of them). Each marker begins with `<`, and has no other. An escape does not begin
     with a marker's character."""

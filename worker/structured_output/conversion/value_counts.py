@@ -7,8 +7,8 @@ from worker.structured_output.conversion.formats import FORMATS
 from worker.structured_output.json_schema.conjunction import Schema
 from worker.structured_output.json_schema.keywords import generated_types
 
-_MOST_DEPTH = 4
-_MOST_NEEDED = 90  # fewer than the strings of one character, and than those of each format
+_MAX_DEPTH = 4
+_MAX_NEEDED_VALUES = 90  # fewer than the strings of one character, and than those of each format
 
 
 class ValueCounts:
@@ -23,7 +23,7 @@ class ValueCounts:
         """Whether certainly at least `count` values satisfy the schema, if any does. False if there is no telling."""
         if count <= 1:
             return True
-        if depth > _MOST_DEPTH or count > _MOST_NEEDED:
+        if depth > _MAX_DEPTH or count > _MAX_NEEDED_VALUES:
             return False
         return any(self._has(part, count, at, depth) for part in self._simple(schema, at))
 

@@ -28,12 +28,12 @@ from worker.structured_output.rules.ebnf import (
 )
 from worker.structured_output.rules.regex import Spell
 
-_MOST_MULTIPLES = 1_000
-_MOST_STATES = 128  # characters of a string that an automaton of xgrammar counts
-_MOST_COUNTED = 100_000
-_MOST_MATCHED = 4_000  # characters of a string that are counted along with a pattern, by one automaton for both
+_MAX_MULTIPLES = 1_000
+_MAX_STATES = 128  # characters of a string that an automaton of xgrammar counts
+_MAX_COUNTED = 100_000
+_MAX_MATCHED_CHARS = 4_000  # characters of a string that are counted along with a pattern, by one automaton for both
 _EXACT = 1 << 53  # beyond, doubles are whole numbers, of which they have more digits than their shortest text
-_LARGEST_LIMIT = Fraction(10) ** 100
+_MAX_LIMIT = Fraction(10) ** 100
 
 _ONE_STRING = rf'"(?:{pattern(JSON.plain)}|\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f])))*"'
 # Fractions have up to 15 digits: then no two are read as the same double.
@@ -100,9 +100,9 @@ def array(first: Sequence[Node], rest: Node, least: int, most: int | None) -> No
 
 def listed(first: Sequence[Node], rest: Node, least: int, most: int | None) -> Node:
     """`first`, then `rest` repeated to `least` to `most` items in all, with commas. All of `first` always come."""
-    if least > _MOST_COUNTED:
+    if least > _MAX_COUNTED:
         raise KeywordError(f"a minimum of {least} items is not supported", "minItems", "")
-    most = None if most is None else min(most, max(least, _MOST_COUNTED))
+    most = None if most is None else min(most, max(least, _MAX_COUNTED))
     if first:
         commas = [part for node in first[1:] for part in (COMMA, node)]
         done = len(first)
@@ -126,8 +126,8 @@ def string(schema: Schema, at: str, spelling: Spelling = JSON) -> Node:
     if most is not None:
         if most < least:
             return NEVER
-        most = max(least, min(int(most), _MOST_COUNTED))
-    if least > _MOST_COUNTED:
+        most = max(least, min(int(most), _MAX_COUNTED))
+    if least > _MAX_COUNTED:
         raise KeywordError(f"minLength at {at}: {least} is not supported", "minLength", at)
     name, expression = schema.get("format"), schema.get("pattern")
     form = FORMATS.get(name) if isinstance(name, str) else None  # other formats are only hints
@@ -158,7 +158,7 @@ def narrowed_of_string(schema: Schema) -> list[str]:
     form, most = schema.get("format"), schema.get("maxLength", 0)
     is_matched = "pattern" in schema or form in FORMATS
     found = ["format"] if form in FORMATS else []
-    return found + ["maxLength"] * (most > (_MOST_MATCHED if is_matched else _MOST_COUNTED))
+    return found + ["maxLength"] * (most > (_MAX_MATCHED_CHARS if is_matched else _MAX_COUNTED))
 
 
 def inside(form: str | None, expression: str | None, least: int, most: int | None, at: str, spell: Spell) -> list[Node]:
@@ -177,8 +177,8 @@ def inside(form: str | None, expression: str | None, least: int, most: int | Non
             limits = []
     except GrammarError as error:
         raise KeywordError(f"pattern at {at}: {error}", "pattern", at) from None
-    if found and limits and (most or 0) > _MOST_MATCHED >= least:
-        limits = [Repeat(limits[0].part, least, _MOST_MATCHED)]
+    if found and limits and (most or 0) > _MAX_MATCHED_CHARS >= least:
+        limits = [Repeat(limits[0].part, least, _MAX_MATCHED_CHARS)]
     return [*(NEVER if each is None else Regex(f"(?:{each})") for each in found), *limits]
 
 
@@ -190,7 +190,7 @@ def _between_quotes(inside: Node) -> Node:
     if (
         isinstance(inside, Repeat)
         and isinstance(inside.part, Regex)
-        and max(inside.least, inside.most or 0) <= _MOST_STATES
+        and max(inside.least, inside.most or 0) <= _MAX_STATES
     ):
         most = "" if inside.most is None else inside.most
         return Regex(f'"{inside.part.pattern}{{{inside.least},{most}}}"')
@@ -248,12 +248,12 @@ def number(schema: Schema, at: str, *, whole: bool) -> Node:
     low, above = _limit(schema, "minimum", "exclusiveMinimum", max)
     high, below = _limit(schema, "maximum", "exclusiveMaximum", min)
     for key, limit in (("minimum", low), ("maximum", None if high is None else -high)):
-        if limit is not None and limit > _LARGEST_LIMIT:
+        if limit is not None and limit > _MAX_LIMIT:
             raise KeywordError(f"{key} at {at}: numbers of more than 100 digits are not compared with it", key, at)
-    if low is not None and low < -_LARGEST_LIMIT:
-        low, above = -_LARGEST_LIMIT, False
-    if high is not None and high > _LARGEST_LIMIT:
-        high, below = _LARGEST_LIMIT, False
+    if low is not None and low < -_MAX_LIMIT:
+        low, above = -_MAX_LIMIT, False
+    if high is not None and high > _MAX_LIMIT:
+        high, below = _MAX_LIMIT, False
     factor = schema.get("multipleOf")
     if factor is not None and not (whole and factor == 1):
         return _multiples(Fraction(str(factor)), low, high, above, below, at)
@@ -289,10 +289,10 @@ def _multiples(
             f"multipleOf at {at} is supported for whole numbers only, not {float(factor)}", "multipleOf", at
         )
     step = factor.numerator
-    if low is None or high is None or (high - low) / step > _MOST_MULTIPLES:
+    if low is None or high is None or (high - low) / step > _MAX_MULTIPLES:
         raise KeywordError(
             f"multipleOf at {at} is supported only with a minimum and a maximum that have no more than "
-            f"{_MOST_MULTIPLES} multiples between them",
+            f"{_MAX_MULTIPLES} multiples between them",
             "multipleOf",
             at,
         )

@@ -16,8 +16,8 @@ from worker.structured_output.json_schema.references import SchemaReferences
 
 COMBINED = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "dependentRequired", "dependentSchemas", "not", "if")
 _UNSUPPORTED = ("dependencies", "contains", "unevaluatedItems", "$recursiveRef")
-_MOST_ALTERNATIVES = 1024
-_MOST_DECIDED = 2
+_MAX_ALTERNATIVES = 1024
+_MAX_DECIDING_DEPTH = 2
 
 
 class Combinations:
@@ -118,7 +118,7 @@ class Combinations:
     def _is_decided(self, schema: Schema, at: str, depth: int) -> bool:
         """Whether what `negated` leaves to be negated can be. Not if it is nested too deeply to be looked into."""
         left = [each for each in schema.get("properties", {}).values() if isinstance(each, dict) and "not" in each]
-        if not left or self._deciding >= _MOST_DECIDED:
+        if not left or self._deciding >= _MAX_DECIDING_DEPTH:
             return not left
         # Schemas of schemas lead to the same question thousands of times.
         key = f"{self._deciding} {json.dumps(left)}"
@@ -141,8 +141,8 @@ class Combinations:
 
     @staticmethod
     def _product(left: list[Schema], right: list[Schema], at: str) -> list[Schema]:
-        if len(left) * len(right) > _MOST_ALTERNATIVES:
-            raise KeywordError(f"the schema at {at} combines more than {_MOST_ALTERNATIVES} alternatives", ANY, at)
+        if len(left) * len(right) > _MAX_ALTERNATIVES:
+            raise KeywordError(f"the schema at {at} combines more than {_MAX_ALTERNATIVES} alternatives", ANY, at)
         both = (conjoin(a, b, at) for a in left for b in right)
         return [schema for schema in both if schema is not None]
 

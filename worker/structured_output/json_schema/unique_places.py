@@ -11,7 +11,7 @@ from worker.structured_output.error import GrammarError
 from worker.structured_output.json_schema.references import SchemaReferences
 
 NOWHERE = -1
-_MOST_PLACES = 2_000
+_MAX_PLACES = 2_000
 _LISTS = ("allOf", "anyOf", "oneOf")
 _SINGLE = ("if", "then", "else")
 _NARROWS_TEXT = frozenset(
@@ -59,8 +59,8 @@ class _Places:
         self._number([self._root])
         found: list[Place] = []
         while len(found) < len(self._todo):
-            if len(found) >= _MOST_PLACES:
-                raise GrammarError(f"uniqueItems is not supported in a schema of more than {_MOST_PLACES} places")
+            if len(found) >= _MAX_PLACES:
+                raise GrammarError(f"uniqueItems is not supported in a schema of more than {_MAX_PLACES} places")
             found.append(self._place([self._parts[each] for each in self._todo[len(found)]]))
         useful = _leading_to_unique(found)
         new = {old: number for number, old in enumerate(each for each in range(len(found)) if each in useful)}

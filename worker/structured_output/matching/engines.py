@@ -25,10 +25,10 @@ XGRAMMAR, LLGUIDANCE = "xgrammar", "llguidance"
 # xgrammar is tried where the number of rules, times the length of their text, stays below this: its serialisation has a
 # copy of the whole automaton for each rule. Of 13 published schemas, those below took it up to 22 ms, and those above
 # 40 ms to 1.5 s; llguidance took 6 to 36 ms.
-_MOST_COPIED = 30_000
+_MAX_COPIED_CHARS = 30_000
 # Characters and sets of characters in all patterns of a grammar, counted ones as often as they are counted. Compiling
 # takes xgrammar about 0.2 ms for each in patterns that count; others are cheap.
-_MOST_UNROLLED = 200
+_MAX_UNROLLED_CHARS = 200
 # What xgrammar may take before llguidance follows the grammar instead.
 XGRAMMAR_CPU_S = 0.25
 XGRAMMAR_BYTES = 256 << 20
@@ -59,14 +59,14 @@ class CompiledText(NamedTuple):
 
 def engine_for(rules: dict[str, Node]) -> tuple[str, ...]:
     """The engines to try, in this order: the next one if one takes too much."""
-    if needs_llguidance(rules) or len(rules) * len(to_text(rules, START)) > _MOST_COPIED:
+    if needs_llguidance(rules) or len(rules) * len(to_text(rules, START)) > _MAX_COPIED_CHARS:
         return (LLGUIDANCE,)
     return XGRAMMAR, LLGUIDANCE
 
 
 def needs_llguidance(rules: dict[str, Node]) -> bool:
     """Whether xgrammar cannot follow the rules, or has too much to count."""
-    return needs_lark(rules) or _unrolled(rules) > _MOST_UNROLLED
+    return needs_lark(rules) or _unrolled(rules) > _MAX_UNROLLED_CHARS
 
 
 def _unrolled(rules: dict[str, Node]) -> int:

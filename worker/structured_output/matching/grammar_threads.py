@@ -12,11 +12,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-MOST_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+MAX_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 QUICK_S = 3e-4  # what one thread does in this time is left to it
-_TRY_EVERY = 64  # runs between two attempts in the other way
+_TRY_EVERY_RUNS = 64  # runs between two attempts in the other way
 _WEIGHT = 0.25  # of a new time
-_MOST_RISE = 2.0  # a single time counts as this many times the average at most: a grammar may be new
+_MAX_RISE_FACTOR = 2.0  # a single time counts as this many times the average at most: a grammar may be new
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _Ways:
 class GrammarThreads:
     """The choice between one thread and `several`. Not thread-safe."""
 
-    def __init__(self, several: int = MOST_THREADS) -> None:
+    def __init__(self, several: int = MAX_THREADS) -> None:
         self._several = several
         self._ways: dict[str, _Ways] = {}
 
@@ -50,7 +50,7 @@ class GrammarThreads:
             return 1
         ways.runs += 1
         is_quicker = ways.several_s < ways.one_s
-        return self._several if is_quicker != (ways.runs % _TRY_EVERY == 0) else 1
+        return self._several if is_quicker != (ways.runs % _TRY_EVERY_RUNS == 0) else 1
 
     def took(self, kind: str, threads: int, count: int, seconds: float) -> None:
         """Learns what such work took."""
@@ -65,4 +65,4 @@ class GrammarThreads:
 def _average(known_s: float, new_s: float) -> float:
     if not known_s:
         return new_s
-    return known_s + _WEIGHT * (min(new_s, _MOST_RISE * known_s) - known_s)
+    return known_s + _WEIGHT * (min(new_s, _MAX_RISE_FACTOR * known_s) - known_s)

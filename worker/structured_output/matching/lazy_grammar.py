@@ -10,7 +10,7 @@ from worker.structured_output.matching.lazy_matcher import LazyMatcher, LazyVoca
 from worker.structured_output.matching.unique_items import UniqueMatcher
 
 # Most states of a grammar's automata, of 1 to 2 kB each. llguidance's default is 250,000.
-_MOST_STATES = 20_000
+_MAX_STATES = 20_000
 # Outputs after which a grammar's automata are dropped and built again, so that they do not grow without end.
 _OUTPUTS_A_MATCHER = 64
 # Memory of a grammar, roughly, by the size of its text.
@@ -42,7 +42,7 @@ class LazyGrammar:
     def _new(self) -> Any:
         import llguidance
 
-        limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
+        limits = llguidance.LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
         grammar = llguidance.LLMatcher.grammar_from_lark(self._lark)
         matcher = llguidance.LLMatcher(self.vocabulary.handle, grammar, log_level=0, limits=limits)
         if matcher.is_error():

@@ -24,7 +24,7 @@ from worker.structured_output.matching.lazy_matcher import LazyMatcher, LazyVoca
 _QUOTE, _ESCAPE, _SPACE, _COMMA, _COLON = b'"\\ ,:'
 _OPEN_ARRAY, _CLOSE_ARRAY, _OPEN_OBJECT, _CLOSE_OBJECT = b"[]{}"
 _OUTSIDE, _IN_STRING, _ESCAPED = range(3)
-_MOST_REMEMBERED = 4_096
+_MAX_REMEMBERED = 4_096
 
 
 class _Frame(NamedTuple):
@@ -222,7 +222,7 @@ class UniqueMatcher(LazyMatcher):
         """Whether some way to go on from `then` repeats no item. `token_id`: one that leads to `then` from where
         `handle` is; without it, that one is there. `handle`: llguidance's matcher, by default that of the output."""
         if then not in self._known:
-            if len(self._known) >= _MOST_REMEMBERED:
+            if len(self._known) >= _MAX_REMEMBERED:
                 self._known.clear()
             if not then.repeats or self._is_ample_string(then):
                 return True

@@ -20,7 +20,7 @@ from worker.structured_output.rules import regex
 START = "start"  # the rule that a grammar begins with
 # Beyond this number of repetitions xgrammar counts at run time instead. Its cached masks are then wrong: they admit
 # tokens that it does not accept.
-_UNROLLED = 128
+_MAX_UNROLLED = 128
 _LARGE_COUNT = re.compile(r"\d{3}")
 
 
@@ -282,8 +282,10 @@ class _Writer:
             case Terminal(text):
                 return quote(text)
             case Regex(pattern):
-                if _LARGE_COUNT.search(pattern) and regex.counted(pattern)[1] > _UNROLLED:
-                    raise GrammarError(f"more than {_UNROLLED} characters are not counted in a grammar of this kind")
+                if _LARGE_COUNT.search(pattern) and regex.counted(pattern)[1] > _MAX_UNROLLED:
+                    raise GrammarError(
+                        f"more than {_MAX_UNROLLED} characters are not counted in a grammar of this kind"
+                    )
                 return f"Regex({quote(pattern)})"
             case Ref(name):
                 return name
@@ -308,7 +310,7 @@ class _Writer:
     def _times(self, piece: Piece, least: int, most: int | None) -> str:
         """Repetition from `least` to `most` times, in pieces that xgrammar unrolls. `piece(n, m)`: n to m times."""
         if least:
-            whole, rest = divmod(least, _UNROLLED)
+            whole, rest = divmod(least, _MAX_UNROLLED)
             parts = [self._wholes(piece, whole, whole)] if whole else []
             parts += [piece(rest, rest)] if rest else []
             if most is None:
@@ -319,16 +321,16 @@ class _Writer:
         return piece(0, None) if most is None else self._up_to(piece, most)
 
     def _up_to(self, piece: Piece, most: int) -> str:
-        if most <= _UNROLLED:
+        if most <= _MAX_UNROLLED:
             return piece(0, most)
-        whole = (most - 1) // _UNROLLED
-        rest = most - whole * _UNROLLED
+        whole = (most - 1) // _MAX_UNROLLED
+        rest = most - whole * _MAX_UNROLLED
         # Either fewer than `rest`; or `rest`, some whole pieces, and up to one more piece.
         wholes = self._wholes(piece, 0, whole - 1) + " " if whole > 1 else ""
-        return f"({piece(0, rest - 1)} | {piece(rest, rest)} {wholes}{piece(0, _UNROLLED)})"
+        return f"({piece(0, rest - 1)} | {piece(rest, rest)} {wholes}{piece(0, _MAX_UNROLLED)})"
 
     def _wholes(self, piece: Piece, least: int, most: int) -> str:
-        name = self.counted.setdefault(piece(_UNROLLED, _UNROLLED), f"n{len(self.counted)}")
+        name = self.counted.setdefault(piece(_MAX_UNROLLED, _MAX_UNROLLED), f"n{len(self.counted)}")
         return self._times(lambda n, m: f"{name}{_bounds(n, m)}", least, most)
 
 

@@ -20,7 +20,7 @@ from worker.structured_output.rules import charset
 from worker.structured_output.rules.charset import Ranges
 from worker.structured_output.rules.ecma import in_python
 
-_MOST_COPIES = 20_000
+_MAX_COPIES = 20_000
 _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _CATEGORIES = {
     op.CATEGORY_DIGIT: ("d", False),
@@ -236,8 +236,8 @@ class _RegexConverter:
         if kind in _UNSUPPORTED:
             raise GrammarError(f"a regular expression uses {_UNSUPPORTED[kind]}, which a grammar cannot follow")
         self._copies += copies
-        if self._copies > _MOST_COPIES:
-            raise GrammarError(f"a regular expression counts more than {_MOST_COPIES} characters")
+        if self._copies > _MAX_COPIES:
+            raise GrammarError(f"a regular expression counts more than {_MAX_COPIES} characters")
         return self._spell(_set(item))
 
     @staticmethod

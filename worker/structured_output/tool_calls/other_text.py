@@ -6,7 +6,7 @@ from typing import Any
 from worker.structured_output.conversion.unmarked import TEXT
 from worker.structured_output.rules.charset import complement, intersection, literal, pattern, union
 
-_TELLING = 6  # characters of a word that seldom begin anything else
+_TELLING_CHARS = 6  # characters of a word that seldom begin anything else
 _ANY = f"{pattern(TEXT)}*"
 _SPACE = " \t\r\n"
 
@@ -17,7 +17,7 @@ def not_beginning(bracket: str, words: Iterable[str]) -> str:
     trie: dict[str, Any] = {}
     for word in words:
         node = trie
-        for char in word[:_TELLING]:
+        for char in word[:_TELLING_CHARS]:
             node = node.setdefault(char, {})
     space = f"{pattern(union((ord(c), ord(c)) for c in _SPACE))}*"
     inner = _diverges(trie, _SPACE)

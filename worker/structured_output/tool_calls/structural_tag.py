@@ -25,7 +25,7 @@ from worker.structured_output.rules.ebnf import (
 from worker.structured_output.tokens import GrammarVocabulary
 from worker.structured_output.tool_calls.markers import Speller, key
 
-_MOST_DEEP = 32
+_MAX_DEPTH = 32
 _ANSWER = "answer"
 
 
@@ -75,7 +75,7 @@ class _TagWriter:
         them. Raises GrammarError."""
         if not isinstance(format, dict):
             raise GrammarError(f"{at} is not an object with a type")
-        if depth > _MOST_DEEP:
+        if depth > _MAX_DEPTH:
             raise GrammarError("the structural tag is nested too deeply")
         kind = format.get("type")
         make = self._makers().get(kind) if isinstance(kind, str) else None

@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel
 
 from router.config import RouterConfig
-from router.endpoints.responses.runs import READERS
+from router.endpoints.responses.runs import READER_THREADS
 from router.endpoints.responses.store import FILE, ResponseStore
 from router.text.tokenizer import Tokenizer
 from tests.router.endpoints.thinking import CALL, THOUGHT
@@ -498,7 +498,7 @@ def test_a_client_that_reads_much_keeps_no_other_waiting(
         may_read.release(21)
         for each in (*many, last):
             each.result()
-    assert order.index(made[other]) <= 2 * READERS
+    assert order.index(made[other]) <= 2 * READER_THREADS
 
 
 @pytest.mark.parametrize("here", [True, False])

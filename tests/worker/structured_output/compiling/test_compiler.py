@@ -89,12 +89,12 @@ def test_a_large_one_gives_back_what_reading_it_took(
 def test_grammars_of_requests_are_bounded_too(
     made: Callable[..., GrammarCompiler], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "_MOST_ROOM_S", 0.0)
+    monkeypatch.setattr(compiler, "_MAX_MEMORY_WAIT_S", 0.0)
     cache = made(cache_bytes=size)
     held = [cache.submit(one(letter)).result() for letter in "abc"]
     with pytest.raises(CompilerUnavailable, match="take all memory"):
         cache.submit(one("d")).result()
-    monkeypatch.setattr(compiler, "_MOST_ROOM_S", 60.0)
+    monkeypatch.setattr(compiler, "_MAX_MEMORY_WAIT_S", 60.0)
     waiting = cache.submit(one("d"))
     held.clear()  # its requests have ended
     assert waiting.result().param == "choice"
@@ -103,12 +103,12 @@ def test_grammars_of_requests_are_bounded_too(
 def test_who_waits_too_long_for_others_is_not_at_fault(
     made: Callable[..., GrammarCompiler], asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "_MOST_QUEUED_S", -1.0)
+    monkeypatch.setattr(compiler, "_MAX_QUEUED_S", -1.0)
     cache = made()
     with pytest.raises(CompilerUnavailable, match="other requests"):
         cache.submit(one("a")).result()
     assert not asked
-    monkeypatch.setattr(compiler, "_MOST_QUEUED_S", 60.0)
+    monkeypatch.setattr(compiler, "_MAX_QUEUED_S", 60.0)
     assert cache.submit(one("a")).result().param == "choice"
 
 
@@ -198,7 +198,7 @@ def test_refusals_are_remembered_for_a_while(
             cache.submit(grammar, str(len(messages))).result(20)
         messages.append(str(caught.value))
     assert len(asked) == 3 and messages[:3] == messages[3:]
-    for name, value in (("_MOST_REFUSED_CHARS", 0), ("_REFUSED_S", -1.0)):  # no room for any, and no time
+    for name, value in (("_MAX_REFUSED_CHARS", 0), ("_REFUSED_S", -1.0)):  # no room for any, and no time
         with monkeypatch.context() as patched:
             patched.setattr(compiler, name, value)
             for count in (len(asked) + 1, len(asked) + 2):

@@ -130,14 +130,14 @@ def test_who_loses_the_processes_around_it_is_not_at_fault(process: CompilerProc
 
 
 def test_who_starves_is_not_at_fault(process: CompilerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LEAST_WALL_S", 0.0)
+    monkeypatch.setattr(module, "_MIN_WALL_S", 0.0)
     with pytest.raises(CompilerUnavailable, match="too little time"):
         process.compile("python", "time.sleep(60)", 0.05)
     assert process.compile("python", "'it goes on'", 20).text == "it goes on"
 
 
 def test_a_process_that_hangs_is_replaced(process: CompilerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LEAST_WALL_S", 0.0)
+    monkeypatch.setattr(module, "_MIN_WALL_S", 0.0)
     monkeypatch.setattr(module, "_GRACE_S", 0.2)
     process.start()
     hung = process.pid

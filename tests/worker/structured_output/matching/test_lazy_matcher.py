@@ -219,7 +219,7 @@ def test_a_batch_of_nothing_but_end_tokens(
 def test_an_output_whose_automata_grow_too_large_does_not_end(
     walker: Walker, vocabulary: LazyVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.structured_output.matching.lazy_grammar._MOST_STATES", 8)
+    monkeypatch.setattr("worker.structured_output.matching.lazy_grammar._MAX_STATES", 8)
     matcher = lazy(vocabulary, text_rules("regex", "(?:a|b)*a(?:a|b){12}c"))
     choose = random.Random(0)
     while (tokens := allowed(matcher, walker)) and matcher.accept_token(choose.choice(tokens)):
@@ -257,7 +257,7 @@ def test_a_long_text_goes_on_when_the_automaton_is_full(
     walker: Walker, vocabulary: LazyVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each character of a string that is counted takes states of its own."""
-    monkeypatch.setattr(lazy_grammar, "_MOST_STATES", 2_000)
+    monkeypatch.setattr(lazy_grammar, "_MAX_STATES", 2_000)
     rules = schema_rules('{"type": "string", "pattern": "@", "maxLength": 3000}')
     grammar = LazyGrammar(to_lark(rules, START), vocabulary)
     matcher, text = grammar.matcher(), '"@' + 'a\\"é' * 300 + '"'
