@@ -53,6 +53,9 @@ Replica-{{ regexReplaceAll "[^A-Za-z0-9_.-]" . "-" }}
 {{- range $models -}}
 {{- include "shoal.checkSettings" (dict "root" $ "it" . "of" .of) -}}
 {{- end -}}
+{{- if and .Values.config.require_auth_for_metrics_endpoint (not .Values.apiKey.existingSecret) -}}
+{{- fail "config.require_auth_for_metrics_endpoint needs keys: set apiKey.existingSecret" -}}
+{{- end -}}
 {{- if and .Values.models (not $models) (eq .Values.device "cuda") -}}
 {{- fail "device is cuda, but all models are at other endpoints: GPUs would stand idle, leave device at cpu" -}}
 {{- end -}}
