@@ -453,7 +453,7 @@ def prepare(lock: Path) -> int:
     if not unit_file().exists() or _to_systemd(f"systemctl --user stop {UNIT}").returncode:
         running.terminate()
     running.wait()
-    print(f"the machine has stopped after {time.monotonic() - began:.0f} s, and starts with Ray {pinned[1]}", flush=True)
+    print(f"the machine has stopped after {time.monotonic() - began:.0f} s, and starts with Ray {pinned[1]}")
     return 0
 
 

@@ -43,7 +43,7 @@ site=~/shoal-env/lib/{SITE.parent.name}/site-packages && printf '%s\\n' ~/shoal 
 mkdir $site/ray-{OLD}.dist-info && printf 'Name: ray\\nVersion: {OLD}\\n' > $site/ray-{OLD}.dist-info/METADATA &&
 cp ~/shoal/programs/* ~/shoal-env/bin; }}"""
 # It takes longer than systemd waits before it starts again what has ended.
-REPLACE = f"sleep 4; echo installed >> ~/told; rm -r ~/shoal-env/lib/{SITE.parent.name}/site-packages/ray-{OLD}.dist-info"
+REPLACE = f"sleep 4; echo installed >> ~/told; rm -r ~/shoal-env/lib/*/site-packages/ray-{OLD}.dist-info"
 
 
 def test_another_version_of_ray_is_a_planned_stop(tmp_path: Path) -> None:
