@@ -264,6 +264,7 @@ def rehearse(r: Rehearsal) -> Figures:
 def rehearsed(folder: Path, stream_s: float, tell: Callable[[str], None] = print, systemd: bool = True) -> Figures:
     """A whole rehearsal in a folder, which must be empty. `systemd`: whether hosts have it, where this machine does."""
     model = made_model(folder)
+    undisturbed(model, 1)  # compiles the kernels, which the operator's checkout has
     with network(folder, ["head", "worker"], shown(model), cgroups() if systemd else None) as net:
         r = Rehearsal(net, folder, stream_s, tell)
         try:
