@@ -107,7 +107,7 @@ class SglangApproximate(InFlightRule):
                 sent[key] = key[-1].tokens
                 self._sizes[replica] += key[-1].tokens
             sent.move_to_end(key)
-        while self._sizes[replica] > self.MOST_TOKENS:
+        while self._sizes[replica] > self.MAX_TOKENS:
             self._sizes[replica] -= sent.popitem(last=False)[1]
 
     @staticmethod
