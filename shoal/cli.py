@@ -29,6 +29,7 @@ COMMANDS = {
     "logs": ("shoal.logs", "the lines about a request in the logs of all machines"),
     "pull": ("shoal.pull", "get a model, check it, and keep it in the cache"),
     "check-schema": ("shoal.check_schema", "whether structured output enforces a JSON schema, and at what cost"),
+    "plan": ("bench.pipeline.plan", "how many replicas, of which layout, carry a traffic: by simulation"),
     "bench": ("", "measure: a server under load, the engine alone, the router"),
 }
 BENCHES = {

@@ -141,8 +141,8 @@ def measure(settings: dict[str, Any], loads: list[OnlineCase], checkout: Path | 
     found: dict[str, Any] = {}
     with server(as_flags(settings), checkout) as url:
         for case in loads:
-            _load(url, [*case.warm, "--seed", "1"])
-            found[case.name] = summary = _load(url, case.options)
+            put(url, [*case.warm, "--seed", "1"])
+            found[case.name] = summary = put(url, case.options)
             if summary["failures"]:
                 raise ServerFailed(f"{case.name}: requests failed: {summary['failures']}")
             summary["stage_seconds"] = _stage_seconds(url)
@@ -159,11 +159,11 @@ def _stage_seconds(url: str) -> dict[str, float]:
     return {spent: float(seconds) for spent, seconds in STAGE_SECONDS.findall(page) if float(seconds)}
 
 
-def _load(url: str, arguments: list[str]) -> dict[str, Any]:
-    """Puts a load on the server and returns its summary."""
+def put(url: str, arguments: list[str]) -> dict[str, Any]:
+    """Puts a load, options of `shoal bench serve`, on the server and returns its summary."""
     args = options.parser().parse_args([*arguments, "--url", url, "--quiet"])
     outcome = uvloop.run(serve.run(args, options.plan(args), Http(url)))
-    return metrics.summarise(outcome.load.samples, SLO_TTFT_S, SLO_TPOT_S)
+    return metrics.summarise(outcome.load.samples, args.slo_ttft or SLO_TTFT_S, args.slo_tbt or SLO_TPOT_S)
 
 
 def figures_of(name: str, now: dict[str, Any], before: dict[str, Any] | None) -> Iterator[Figure]:

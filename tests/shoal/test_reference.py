@@ -66,7 +66,7 @@ def test_every_variable_of_the_source_is_there(page: str) -> None:
 def test_every_command_explains_itself(page: str) -> None:
     for command in reference.COMMANDS:
         assert f"### shoal {command}\n\n```text\nusage: shoal {command} " in page
-    assert set(reference.COMMANDS) | {"serve", "bench"} == set(cli.COMMANDS)
+    assert set(reference.COMMANDS) | {"serve", "plan", "bench"} == set(cli.COMMANDS)
     benches = page.split("\n### shoal bench\n")[1]
     assert [name for name in cli.BENCHES if f"\n| `{name}` | " not in benches] == []
 

@@ -57,11 +57,18 @@ class CostStore:
         self._saver = Saver("what steps cost", lambda: self._num_observed, self._write)
 
     @classmethod
-    def load(cls, model: Path, config: WorkerConfig, device: torch.device, folder: Path | None = None) -> "CostStore":
+    def load(
+        cls,
+        model: Path,
+        config: WorkerConfig,
+        device: torch.device,
+        folder: Path | None = None,
+        device_name: str | None = None,
+    ) -> "CostStore":
         """Returns the cost models of a model, given as a folder or file, on devices like this one. `folder` is as in
-        `__init__`."""
+        `__init__`. `device_name`: of another device of this type, as PyTorch calls it."""
         whole = in_memory(decoder_config(read_config(model)), device.type, config.dtype, config.dequantize)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        name = device_name or (torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
         rows = rows_of(config, device)
         shards = [Shard(whole, stage=stage, stages=config.pp, cut=config.cut) for stage in range(config.pp)]
         called = model.stem if model.is_file() else model.name  # a folder's name may have dots: Llama-3.1-8B
@@ -168,19 +175,21 @@ def _load(model: CostModel, file: Path) -> None:
         log.warning("%s is ignored, and the costs of steps are learned again: %s", file, error)
 
 
-def _guess(name: str, shard: Shard, config: WorkerConfig, device: str, rows: PaddedSizes) -> CostModel:
-    known: DeviceSpec = next((found for key, found in DEVICES.items() if key in device.lower()), DEVICES["h200"])
+def known_device(name: str) -> DeviceSpec | None:
+    """The rates of a device by its name; None if they are not known."""
+    return next((found for key, found in DEVICES.items() if key in name.lower()), None)
+
+
+def stage_spec(model: str, shard: Shard, config: WorkerConfig, device: DeviceSpec, rows: PaddedSizes) -> StageSpec:
+    """A stage of a model of this name as the roofline sees it."""
     link = LINKS["nvlink"] if config.tp > 1 else None
-    stage = StageSpec(
-        roofline_model(name, shard.whole),
-        known,
-        len(shard.layers),
-        shard.config.is_last,
-        config.tp,
-        link,
-        rows,
-        shard.layers.start,
-    )
+    sizes = roofline_model(model, shard.whole)
+    layers = shard.layers
+    return StageSpec(sizes, device, len(layers), shard.config.is_last, config.tp, link, rows, layers.start)
+
+
+def _guess(name: str, shard: Shard, config: WorkerConfig, device: str, rows: PaddedSizes) -> CostModel:
+    stage = stage_spec(name, shard, config, known_device(device) or DEVICES["h200"], rows)
     whole = shard.whole
     identity: dict[str, Any] = {
         "model": name,
