@@ -1,4 +1,5 @@
-"""The metrics that `/metrics` can have, read off a router's `Metrics` itself: for the reference page."""
+"""The metrics that `/metrics` can have, read off a router's `Metrics` itself, and the spans of traces: for the
+reference page."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,8 +8,11 @@ from prometheus_client import Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics.metrics import Metrics
+from router.metrics.traces import PHASES
 from router.programs import Programs
 from worker.messages import ReplicaLoad
+
+SPANS = PHASES  # what traces can have within a request's span
 
 
 @dataclass(frozen=True)

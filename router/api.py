@@ -13,7 +13,6 @@ The path of a request for text:
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -36,6 +35,7 @@ from router.endpoints.model_routes import model_routes
 from router.endpoints.operator_routes import operator_routes
 from router.endpoints.responses.routes import responses_routes
 from router.http.middleware import IGNORED, Guarded, HeadAsGet, Observed
+from router.metrics.build import version
 from router.models import Models
 from router.page.routes import page_routes
 from router.streaming.dialects import error_response
@@ -65,7 +65,7 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
     app = FastAPI(
         title="Shoal",
         description="Large language models behind OpenAI's protocol",
-        version=_version(),
+        version=version(),
         lifespan=lifespan,
         redirect_slashes=False,
         openapi_url=None if closed else OPENAPI,  # without it, there is no page of the documentation either
@@ -101,7 +101,9 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
             expose_headers=[request_id.HEADER, "Retry-After", "request-id", IGNORED, *RATE_LIMIT_HEADERS],
             max_age=PREFLIGHT_S,
         )
-    app.add_middleware(Observed, metrics=models.metrics, shutdown=models.shutdown, answers_id=answers_id)
+    app.add_middleware(
+        Observed, metrics=models.metrics, shutdown=models.shutdown, answers_id=answers_id, tracer=models.tracer
+    )
     app.add_middleware(HeadAsGet)
     _document(app, models, keys)
     return app
@@ -122,13 +124,6 @@ def _documentation(app: FastAPI) -> APIRouter:
 
 async def _shown(page: Callable[..., Response], title: str) -> Response:
     return page(openapi_url=OPENAPI.removeprefix("/"), title=title)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("shoal")
-    except metadata.PackageNotFoundError:  # not installed: run from a checkout
-        return "unknown"
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

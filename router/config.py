@@ -214,6 +214,18 @@ class RouterConfig(ModelConfig):
         "https://chat.example.com; * for any; by default none",
         json_schema_extra={"pattern": rf"^\s*({_ORIGIN.pattern}|\*)\s*(,\s*({_ORIGIN.pattern}|\*)\s*)*$"},
     )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="URL to which routers send traces of requests for OpenTelemetry (OTLP over HTTP, protobuf), as "
+        "http://collector:4318/v1/traces; by default nothing is traced",
+        json_schema_extra={"pattern": f"^{_BASE.pattern}$"},
+    )
+    trace_sampling_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="part of the traces that is kept, for requests whose clients do not say so by a traceparent header",
+    )
     response_store_bytes: int = Field(
         256 << 20,
         ge=0,
@@ -245,6 +257,13 @@ class RouterConfig(ModelConfig):
         for origin in [] if value is None else value.split(","):
             if origin.strip() != "*" and not _ORIGIN.fullmatch(origin.strip()):
                 raise ValueError("an origin is a scheme and a host, with nothing after them: https://chat.example.com")
+        return value
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _receiver(cls, value: str | None) -> str | None:
+        if value is not None and not _BASE.fullmatch(value):
+            raise ValueError("a receiver's URL is a scheme, a host and a path, as http://collector:4318/v1/traces")
         return value
 
     @model_validator(mode="after")

@@ -12,7 +12,9 @@ from router.access.rate_limits import RateLimits, Ticket, UsageExchange
 from router.config import RouterConfig
 from router.http.body import HeldBytes, parse, read_sent
 from router.http.upstream import Upstream, head
+from router.metrics.build import version
 from router.metrics.metrics import Metrics
+from router.metrics.otlp import Tracer
 from router.service import Service
 from router.streaming.aborts import Aborts
 from router.streaming.deadline import timeout_of
@@ -55,6 +57,7 @@ class Models:
     | `leaving` | whether the router is being taken away, so that `/ready` says no |
     | `shutdown` | ends all answers when the whole server ends, or this machine |
     | `aborts` | ends single requests, whose clients want that |
+    | `tracer` | traces requests; None if no receiver is configured |
     """
 
     def __init__(self, answering: Sequence[Service | Upstream], metrics: Metrics, config: RouterConfig) -> None:
@@ -67,6 +70,10 @@ class Models:
         self.leaving = False
         self.shutdown = Shutdown()
         self.aborts = Aborts()
+        self.tracer: Tracer | None = None
+        if config.otlp_traces_endpoint is not None:
+            kept = config.otlp_traces_endpoint, config.trace_sampling_ratio
+            self.tracer = Tracer(*kept, metrics.trace_spans, metrics.router, version())
         self._named: dict[str, ListedModel] = {}
         self._held = HeldBytes(config.max_held_bytes, self._shortest_wait_s)
         self._before_close: list[Callable[[], Awaitable[None]]] = []
@@ -223,6 +230,8 @@ class Models:
             await service.start()
         if self._exchange is not None:
             self._exchange.start()
+        if self.tracer is not None:
+            self.tracer.start()
 
     async def close(self) -> None:
         for work in self._before_close:
@@ -233,3 +242,5 @@ class Models:
             await service.close()
         for upstream in self.upstreams:
             await upstream.close()
+        if self.tracer is not None:
+            await self.tracer.close()

@@ -63,6 +63,8 @@ MIN_PRIORITY = -(1 << 31)
 # does. Alongside 90 requests a second, all on one core, first tokens of others come after 115 ms instead of 176.
 SHORT_TEXT_BYTES = 2048
 LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
+# Where cores are busy, a text of megabytes, which has one for seconds, yields to streams and replicas.
+LONG_TEXT_NICE = 10
 
 
 class Placer(Protocol):
@@ -152,7 +154,7 @@ class Service:
         self._resume_pace = ResumePace(self._resume_rate)
         self.replicas.on_adapters = self._hear
         self._texts = ClientTurns(min(4, os.cpu_count() or 1), "text")
-        self._long_texts = ClientTurns(2, "long-text", each=1)
+        self._long_texts = ClientTurns(2, "long-text", each=1, nice=LONG_TEXT_NICE)
         for name, path in (adapters or {}).items():
             self._take(Adapter(name, path))
 
@@ -308,6 +310,8 @@ class Service:
         resumed = bool(output_ids)
         deaths = 0
         told = request_log.current()
+        program = None if call is None else call.lease.owner
+        phases = None if told is None else told.phases(request_id, arrived, program)
         for run in itertools.count():
             request = Generate(
                 request_id=f"{request_id}.{run}",
@@ -326,7 +330,7 @@ class Service:
                 lease=None if call is None else call.lease,
             )
             try:
-                run_on_one = self._run(request, lost, frozenset(refused), arrived, call, shared)
+                run_on_one = self._run(request, lost, frozenset(refused), arrived, call, shared, phases)
                 async with contextlib.aclosing(run_on_one) as outputs:
                     async for output in outputs:
                         produced += output.token_ids
@@ -336,12 +340,18 @@ class Service:
                 refused[error.replica_id] = error.failure
                 if len(refused) == MAX_REFUSALS:
                     raise _overloaded(refused.values()) from None
+                if phases is not None:
+                    phases.again()
                 continue
             except NoReplica as error:
                 raise _overloaded(refused.values()) if refused else error.of(self.model) from None
             except ReaderTooSlow:
                 self.metrics.resumed("slow_reader")
+                if phases is not None:
+                    phases.lost("slow_reader")
             except ReplicaLost as error:
+                if phases is not None:
+                    phases.lost("replica_left" if error.taken_away else "replica_lost")
                 lost.append(error.replica_id)
                 deaths += not error.taken_away
                 log.warning(
@@ -436,6 +446,7 @@ class Service:
         arrived: float,
         call: BranchCall | None,
         shared: SharedReplica | None,
+        phases: request_log.Phases | None,
     ) -> AsyncGenerator[Output, None]:
         """Runs the sequence on one replica. Raises ReplicaLost, ReaderTooSlow, _Refused, ApiError."""
         try:
@@ -443,6 +454,8 @@ class Service:
             replica_id, stream = await self._send(request, lost, refused, home, shared)
             if (told := request_log.current()) is not None:
                 told.began(replica_id)
+            if phases is not None:
+                phases.sent(replica_id)
             num_tokens = len(request.prompt_ids) + len(request.output_ids)
             clock = _Clock(self.metrics.replica(replica_id), arrived, resumed=bool(request.output_ids))
             try:
@@ -453,16 +466,22 @@ class Service:
                         raise _failed(output.failure, request.request_id)
                     if told is not None and output.queue_s is not None:
                         told.queued(output.queue_s)
+                        if phases is not None:
+                            phases.queued(output.queue_s)
                     if clock.first_token(output):
                         self._fleet.first_token(request.request_id)
                         if told is not None:
                             told.first_token()
+                            if phases is not None:
+                                phases.first_token()
                     num_tokens += len(output.token_ids)
                     if call is not None:
                         self.programs.set_home(call, Home(replica_id, num_tokens))
                     yield output
             finally:
                 stream.close()
+                if phases is not None:
+                    phases.last_token(clock.last)
         finally:
             self._fleet.release(request.request_id)
 
@@ -524,6 +543,11 @@ class _Clock:
         self._arrived = arrived
         self._resumed = resumed
         self._last: float | None = None
+
+    @property
+    def last(self) -> float | None:
+        """When the last tokens came; None if none did."""
+        return self._last
 
     def first_token(self, output: Output) -> bool:
         """Records the output. Returns whether it brought the first token of this run."""

@@ -60,6 +60,7 @@ BENCHES = {
         "bench.overhead.command",
         "the cost of a router: its CPU time for a token, and what it adds to latencies",
     ),
+    "traces": ("bench.overhead.traces", "what traces of all requests cost a router, and whether their spans add up"),
     "schemas": ("bench.schemas.command", "published JSON schemas: how many are accepted, whether masks are right"),
     "compare": ("bench.replica.compare", "one of these in this checkout and in an older one, side by side"),
 }

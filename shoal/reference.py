@@ -29,7 +29,7 @@ from pydantic_core import PydanticUndefined
 from cluster.config import DEFAULTS, KEY_FIELDS, OF_ONE_MODEL, UPSTREAM_FIELDS, Config, DeploymentConfig, Entry
 from cluster.in_process import MAX_WAITING, OTHER_SETTINGS
 from cluster.log_lines import FIELDS
-from cluster.metrics import described
+from cluster.metrics import SPANS, described
 from shoal import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,6 +152,18 @@ def _lines() -> Iterator[str]:
         ("metric", "kind", "labels", "meaning"),
         ((f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels), m.meaning) for m in described()),
     )
+    yield ""
+    yield "## Traces"
+    yield ""
+    yield "With `otlp_traces_endpoint`, each request for text, embeddings or scores has a span, named by its method and"
+    yield "route, as a child of the span that its client names in `traceparent`, which also says whether the trace is"
+    yield "kept. Calls of a program whose client names none are in one trace. The span has the id of the request"
+    yield "(`shoal.request_id`), the model, the client's name, tokens, finish reasons and the error's code, and none of"
+    yield "what was said. Its children follow each other without gaps, for each sequence (`shoal.sequence`), and so add"
+    yield "up to its time; `shoal.replica` is where they were. Requests never wait for the receiver: what it does not"
+    yield "take is lost and counted (`shoal_trace_spans_total`)."
+    yield ""
+    yield from _table(("span", "time"), ((f"`{name}`", meaning) for name, meaning in SPANS.items()))
     yield ""
     yield "## Logs"
     yield ""

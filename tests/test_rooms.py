@@ -32,7 +32,7 @@ ALLOWED = {
     "router.formats": {"router.chat", "worker.formats"},
     "router.text": {"router.wire", "router.chat", "router.formats", "worker.formats", "worker.messages"},
     "router.fleet": {"router.wire", "router.programs", "worker.messages", "radix"},
-    "router.metrics": {"router.programs", "worker.messages"},
+    "router.metrics": {"router.programs", "worker.messages", "worker.sparse_log"},
     "router.replicas": {
         "router.wire", "router.fleet", "router.metrics", "worker.curve", "worker.messages", "worker.sparse_log",
     },

@@ -1,6 +1,8 @@
 """A router as a process of its own, in front of replicas at given addresses, without Ray.
 
-    python -m bench.overhead.router_process FOLDER ADDRESS...   # prints its URL, runs on
+    python -m bench.overhead.router_process FOLDER ADDRESS... [RECEIVER]   # prints its URL, runs on
+
+With the URL of a receiver of traces, a second URL is printed, of the same router: there, every request is traced.
 
 All of the router is real, its HTTP server too. Ray would only tell it the addresses.
 """
@@ -24,7 +26,9 @@ HOST = "127.0.0.1"
 
 async def run(folder: Path, addresses: list[str]) -> None:
     """Serves the model in `folder`, whose replicas are at `addresses`, until it is cancelled."""
-    config = load(overrides={"model": str(folder)})
+    receivers = [address for address in addresses if address.startswith("http")]
+    addresses = [address for address in addresses if address not in receivers]
+    config = load(overrides={"model": str(folder), "otlp_traces_endpoint": receivers[0] if receivers else None})
     (deployment,) = config.deployments
     metrics = Metrics()
     service = open_service(
@@ -36,12 +40,18 @@ async def run(folder: Path, addresses: list[str]) -> None:
     )
     models = open_models(config, {deployment.name: service}, metrics)
     service.replicas.set_replicas({f"r{number}": address for number, address in enumerate(addresses)})
-    listener = Listener(create_app(models), HOST, 0, config)
+    tracer, models.tracer = models.tracer, None
+    apps = [create_app(models)]
+    if tracer is not None:
+        models.tracer = tracer
+        apps.append(create_app(models))
+    listeners = [Listener(app, HOST, 0, config) for app in apps]
     await models.start()
-    await listener.start()
+    for listener in listeners:
+        await listener.start()
     while len(service.replicas.ready) < len(addresses):
         await service.replicas.changed()
-    print("http://{}:{}".format(*listener.address), flush=True)
+    print(*("http://{}:{}".format(*listener.address) for listener in listeners), flush=True)
     await asyncio.Event().wait()
 
 

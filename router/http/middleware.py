@@ -10,6 +10,8 @@ from router.access.rate_limits import Ticket
 from router.http.upstream import UpstreamError
 from router.metrics import request_log
 from router.metrics.metrics import Metrics
+from router.metrics.otlp import Tracer
+from router.metrics.traces import TracedRequest
 from router.streaming.dialects import error_response, id_headers
 from router.streaming.shutdown import Shutdown
 from router.wire import request_id
@@ -47,14 +49,17 @@ class Observed:
 
     The request's `RequestLog` is written when it has ended, or by the runner of a request that goes on.
 
-    `answers_id`: whether the answer carries `request_id` as X-Request-Id.
+    `answers_id`: whether the answer carries `request_id` as X-Request-Id. `tracer`: traces requests that generate.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, shutdown: Shutdown, answers_id: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, shutdown: Shutdown, answers_id: bool, tracer: Tracer | None = None
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._shutdown = shutdown
         self._answers_id = answers_id
+        self._tracer = tracer
         self._passed_over: set[str] = set()  # what the log has named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +71,8 @@ class Observed:
         state = scope.setdefault("state", {})
         state["request_id"], state["name"] = known, request_id.name(known) if given else known
         state["send"], state["shutdown"] = send, self._shutdown
-        told = request_log.RequestLog(known)
+        traced = None if self._tracer is None else self._tracer.begin(known, scope["headers"], scope["method"])
+        told = request_log.RequestLog(known) if traced is None else traced
         header = id_headers(scope, self._answers_id)
 
         async def observed(message: Message) -> None:
@@ -82,6 +88,8 @@ class Observed:
                 path = "unknown" if route is None else route.path
                 model = told.model = state.get("model", "")
                 self._metrics.responses.labels(model, path, message["status"]).inc()
+                if traced is not None:
+                    traced.path, traced.status = path, message["status"]
                 error: ApiError | None = state.get("error")
                 if error is not None and error.status in REFUSALS:
                     self._metrics.refused.labels(model, error.status, _reason(error)).inc()
@@ -97,6 +105,8 @@ class Observed:
                 work()
             _end_ticket(state)
             _write_log(state, told)
+            if traced is not None:
+                _end_trace(state, traced)
 
     def _told(self, passed_over: set[str] | None) -> list[tuple[bytes, bytes]]:
         """The header that names what is passed over. The log names it once."""
@@ -129,6 +139,16 @@ def _write_log(state: dict[str, Any], told: request_log.RequestLog) -> None:
         text = "request %s ended with %d %s: %s"
         what = told.request_id, error.status, _reason(error), error.message
         log.log(level, text, *what, extra=told.fields() | {"status": error.status})
+
+
+def _end_trace(state: dict[str, Any], traced: TracedRequest) -> None:
+    """Ends the trace of a request that generates, unless it goes on after its answer."""
+    ticket: Ticket | None = state.get("ticket")
+    error: ApiError | None = state.get("error")
+    if error is not None:
+        traced.error = _reason(error)
+    if ticket is not None and ticket.generates and not ticket.kept:
+        traced.end()
 
 
 def _end_ticket(state: dict[str, Any]) -> None:

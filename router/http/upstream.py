@@ -16,6 +16,7 @@ import msgspec
 from fastapi import Request, Response
 
 from router.config import UpstreamConfig
+from router.metrics import request_log
 from router.metrics.metrics import Metrics
 from router.streaming.sse import Emit, EventStream, unless_gone
 from router.wire import request_id
@@ -131,6 +132,10 @@ class Upstream:
         """The answer, once its status is known and good; the body is still to be read. Raises ApiError, also for what
         goes wrong while it is read."""
         began = perf_counter()
+        told = request_log.current()
+        phases = None if told is None else told.phases(told.request_id, began, None)
+        if phases is not None:
+            phases.passed_on()
         try:
             answer = await self._http.send(asked, stream=True)
             try:
@@ -140,6 +145,8 @@ class Upstream:
                 yield answer
             finally:
                 await answer.aclose()
+                if phases is not None:
+                    phases.last_token(perf_counter())
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise self._failure("unreachable", "cannot be reached", error) from None
         except httpx.TimeoutException as error:
@@ -152,6 +159,8 @@ class Upstream:
         fields["model"] = msgspec.Raw(msgspec.json.encode(self._upstream.model or self.model))
         headers = self._headers | {name: value for name in PASSED_HEADERS if (value := request.headers.get(name))}
         headers[request_id.HEADER] = request.state.request_id
+        if (told := request_log.current()) is not None and (span := told.traceparent()) is not None:
+            headers["traceparent"] = span
         path = request.url.path
         if self._api_key is not None and path.startswith("/v1/messages"):
             headers["x-api-key"] = self._api_key  # as Anthropic's clients send it

@@ -1,4 +1,4 @@
-"""Figures of this router's requests for operators: Prometheus metrics, latencies by replica, and lines of the log.
+"""Figures of this router's requests for operators: Prometheus metrics, latencies by replica, lines of the log, traces.
 
-Owns the counting, the names of metrics, and their forms. Decides nothing. Read `metrics.py` first.
+Owns the counting, the names of metrics and spans, and their forms. Decides nothing. Read `metrics.py` first.
 """

@@ -271,6 +271,12 @@ class Metrics:
             "(timeout), broke off (broken), or refused this server's key (unauthorized)",
             *("model", "reason"),
         )
+        self.trace_spans = counter(
+            "shoal_trace_spans",
+            "Spans of requests' traces, by what became of them: sent, or lost because too many waited already "
+            "(queue_full), the receiver refused them (refused), or the router ended first (closed)",
+            "result",
+        )
         self.client_requests = counter(
             "shoal_client_requests",
             "Requests for text, embeddings or scores, by the name of the client's key and by what became of them at "

@@ -10,11 +10,30 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Protocol
 
 log = logging.getLogger(__name__)
 
 # The tasks of different requests have different values.
 _current: ContextVar["RequestLog | None"] = ContextVar("request_log", default=None)
+
+
+class Phases(Protocol):
+    """The fate of a sequence, told as it happens, for its trace (`router.metrics.traces`)."""
+
+    def sent(self, replica_id: str) -> None: ...
+
+    def passed_on(self) -> None: ...
+
+    def queued(self, queue_s: float) -> None: ...
+
+    def first_token(self) -> None: ...
+
+    def last_token(self, at: float | None) -> None: ...
+
+    def lost(self, reason: str) -> None: ...
+
+    def again(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -50,6 +69,15 @@ class RequestLog:
     replicas: list[str] = field(default_factory=list)
     resumed: int = 0
     repaired: list[str] = field(default_factory=list)
+
+    def phases(self, sequence: str, arrived: float, program: str | None) -> Phases | None:
+        """Where the phases of a sequence are told; None if its request is not traced. `sequence`: its name at replicas.
+        `arrived`: `perf_counter` when its call came. `program`: the program that it belongs to."""
+        return None
+
+    def traceparent(self) -> str | None:
+        """The header that names the request's span to another endpoint; None if the request is not traced."""
+        return None
 
     def began(self, replica_id: str) -> None:
         """A sequence was sent to a replica."""

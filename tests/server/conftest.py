@@ -78,11 +78,11 @@ class Whole:
     """One router and a replica of each model, each in a thread of its own. What is said of a replica is said of the
     first model's. A model is named after its folder."""
 
-    def __init__(self, responses: Path, folder: Path, *others: Path) -> None:
-        """`responses`: the folder of stored responses."""
+    def __init__(self, responses: Path, folder: Path, *others: Path, **settings: Any) -> None:
+        """`responses`: the folder of stored responses. `settings`: further ones of the router."""
         self.metrics = Metrics()
         config = RouterConfig(
-            max_prompts=12, max_body_bytes=1 << 20, max_priority=(1 << 31) - 1, response_store_dir=responses
+            max_prompts=12, max_body_bytes=1 << 20, max_priority=(1 << 31) - 1, response_store_dir=responses, **settings
         )
         self._models = [Model(each.name, each, self.metrics, config) for each in (folder, *others)]
         first = self._models[0]
@@ -191,12 +191,12 @@ def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @contextlib.contextmanager
-def serving(responses: Path, *folders: Path) -> Iterator[Whole]:
+def serving(responses: Path, *folders: Path, **settings: Any) -> Iterator[Whole]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PROBE_AFTER_S", "PROBE_AGAIN_S", "PROBE_EVERY_S"):  # who has left is missed soon
             patch.setattr(connection, name, 0.02)
-        made = Whole(responses, *folders)
+        made = Whole(responses, *folders, **settings)
         try:
             until(lambda: all(model.links.ready for model in made._models), lambda: "a replica is not connected")
             yield made

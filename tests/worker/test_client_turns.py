@@ -1,6 +1,8 @@
 """Threads by turns of clients: the order, what is dropped, and that no thread is lost."""
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, wait
@@ -59,6 +61,21 @@ def test_a_thread_is_left_to_the_others() -> None:
         assert threads.submit("b", lambda: "b").result(WAIT_S) == "b" and not own.done()
     assert own.result(WAIT_S) == "a"
     assert ended(threads)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_threads_yield_to_others() -> None:
+    def own() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    patient, other = ClientTurns(1, "patient", nice=2), ClientTurns(1, "other")
+    try:
+        assert patient.submit("a", own).result(WAIT_S) == min(19, own() + 2)
+        assert other.submit("a", own).result(WAIT_S) == own()
+    finally:
+        for threads in (patient, other):
+            threads.close()
+            threads.wait()
 
 
 def test_work_of_two_clients_is_done_once_in_the_turn_of_either() -> None:
