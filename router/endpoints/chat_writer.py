@@ -71,9 +71,8 @@ class ChatFormat:
             tokens, token_ids = [], [] if self._job.wants_token_ids else UNSET
         if piece.finish_reason is not None:
             report, ending = schema_report(piece), stopped_by(piece, self._job)
-            choice = ChatChunkChoice(
-                index, self._delta(Delta()), None, piece.finish_reason, schema_check=report, **ending
-            )
+            end = self._delta(Delta())
+            choice = ChatChunkChoice(index, end, finish_reason=piece.finish_reason, schema_check=report, **ending)
             data += self._chunk(choice, usage)
         return data
 

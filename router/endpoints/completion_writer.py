@@ -64,7 +64,7 @@ class CompletionFormat:
             index,
             piece.text,
             logprobs,
-            piece.finish_reason,
+            finish_reason=piece.finish_reason,
             token_ids=piece.token_ids if self._job.wants_token_ids else UNSET,
             prompt_token_ids=prompt_ids,
             schema_check=schema_report(piece),
