@@ -8,9 +8,8 @@ from msgspec import UNSET, UnsetType
 
 from router.chat import deltas
 from router.chat.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta
-from router.endpoints.endings import prompt_logprobs, stopped_by
+from router.endpoints.endings import prompt_logprobs, schema_report, stopped_by
 from router.endpoints.logprobs import content_logprobs
-from router.endpoints.schema_report import schema_report
 from router.prepare.answer_syntax import AnswerSyntax
 from router.prepare.prepared_request import PreparedRequest
 from router.streaming.sse import DONE, event

@@ -3,8 +3,7 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.endpoints.endings import prompt_logprobs, stopped_by
-from router.endpoints.schema_report import schema_report
+from router.endpoints.endings import prompt_logprobs, schema_report, stopped_by
 from router.prepare.prepared_request import PreparedRequest
 from router.streaming.sse import DONE, event
 from router.text.output_text import Piece, TokenText

@@ -1,4 +1,4 @@
-"""Facts about the end of a choice and about its prompt, as chat completions and completions tell them."""
+"""Facts about the end of a choice, its schema and its prompt, as chat completions and completions tell them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 from router.prepare.prepared_request import PreparedRequest
 from router.text.output_text import Piece
 from router.text.tokenizer import Tokenizer
-from router.wire.responses import PromptLogprob, PromptLogprobs, finite
+from router.wire.responses import PromptLogprob, PromptLogprobs, SchemaReport, finite
 from worker.messages import TokenLogprobs
 
 
@@ -22,6 +22,15 @@ def stopped_by(piece: Piece, job: PreparedRequest) -> dict[str, Any]:
         "stop_reason": asked if piece.stop is None else piece.stop,
         "matched_stop": token_id if piece.stop is None else piece.stop,
     }
+
+
+def schema_report(piece: Piece) -> SchemaReport | UnsetType:
+    """The report on a choice whose schema is enforced in part, in its last piece."""
+    check = piece.check
+    if check is None or piece.finish_reason is None:
+        return UNSET
+    narrowed = check.narrowed or UNSET
+    return SchemaReport(check.not_enforced, check.valid, check.violation, piece.sampled_again, narrowed)
 
 
 def prompt_logprobs(
