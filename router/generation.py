@@ -151,8 +151,8 @@ class Generation:
         # Each sequence counts as a request of its own would: of a prompt, cached tokens count, too.
         all_prompts = sum(len(sequence.prompt.token_ids) for sequence in self._prepared.sequences)
         self.ticket.add_again(all_prompts - self._prepared.prompt_tokens)
-        if (told := request_log.current()) is not None:
-            told.prompt_tokens += self._prepared.prompt_tokens
+        if (entry := request_log.current()) is not None:
+            entry.prompt_tokens += self._prepared.prompt_tokens
 
     async def _run_all(self, sequences: list[Coroutine[Any, Any, None]]) -> None:
         """Runs the sequences to their ends. Raises ApiError, also when the time is over."""
@@ -222,7 +222,7 @@ class Generation:
         prepared = self._prepared
         begun = False
         ending = "abandoned"
-        told = request_log.current()
+        entry = request_log.current()
         try:
             async with contextlib.aclosing(self._outputs(sequence, answer)) as outputs:
                 async for output in outputs:
@@ -230,8 +230,8 @@ class Generation:
                         begun = True
                         if sequence.first:
                             answer.cached_tokens = output.cached_tokens or 0
-                            if told is not None:
-                                told.cached_tokens += answer.cached_tokens
+                            if entry is not None:
+                                entry.cached_tokens += answer.cached_tokens
                         if prepared.prompt_logprobs is not None and output.prompt_logprobs is not None:
                             await on_piece(Piece(prompt_logprobs=output.prompt_logprobs))
                         if prepared.echo:
@@ -265,9 +265,9 @@ class Generation:
             raise
         finally:
             self._service.metrics.ended(ending)
-            if told is not None:
-                told.ended(ending)
-                told.output_tokens += answer.text.num_tokens
+            if entry is not None:
+                entry.ended(ending)
+                entry.output_tokens += answer.text.num_tokens
 
     def _outputs(self, sequence: Choice, answer: "Answer") -> AsyncGenerator[Output, None]:
         """The outputs of a sequence."""
