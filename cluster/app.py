@@ -26,7 +26,7 @@ from ray.serve.schema import LoggingConfig
 
 from cluster import log_lines
 from cluster.autoscaler import Autoscaler, Teller
-from cluster.config import Config, ConfigError, DeploymentConfig, load, upstream_keys
+from cluster.config import Config, DeploymentConfig, check_behind_proxies, load, upstream_keys
 from cluster.deployed import APP, ROUTER, STREAMS_S, watch
 from cluster.followed_config import unscaled, unscaled_deployment
 from cluster.hang import end_if_stuck
@@ -45,7 +45,7 @@ from router.metrics.metrics import Metrics
 from router.service import Service
 from worker.folders import cache_folder
 
-UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
+UNLIMITED_REQUESTS = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
 )
@@ -123,8 +123,7 @@ def routers(config: Config, replicas: Sequence[Application], nodes: Sequence[str
     of `config.deployments`. Raises ConfigError."""
     autoscaler = _autoscaler(config)
     if not nodes:
-        if config.ssl_certfile is not None:
-            raise ConfigError("ssl_certfile: these routers are behind Serve's proxies; what is in front of them has it")
+        check_behind_proxies(config)
         return _routers(config, replicas, autoscaler, None)
     first, *others = nodes
     return _routers(config, replicas, autoscaler, first, [_routers(config, replicas, autoscaler, it) for it in others])
@@ -148,7 +147,7 @@ def _routers(
         name=router_deployment(config, node),
         num_replicas=config.num_routers,
         ray_actor_options=actor,
-        max_ongoing_requests=UNLIMITED,
+        max_ongoing_requests=UNLIMITED_REQUESTS,
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=HEALTH_ANSWER_S,
         max_surge_percent=1,  # one at a time, before one of another version goes
