@@ -1,7 +1,7 @@
 """Checks of one machine: whether a server, or its part of a cluster, would run here, and what to do where it would not.
 
-Each check is a function of a `ExaminedMachine`, which reads files below a root and runs commands: a test makes one up. A check
-that cannot apply, such as that of GPUs where there are none, says so.
+Each check is a function of an `ExaminedMachine`, which reads files below a root and runs commands: a test makes one up.
+A check that cannot apply, such as that of GPUs where there are none, says so.
 """
 
 import importlib.metadata
