@@ -193,6 +193,8 @@ def check_manifests(manifests: list[dict[str, Any]]) -> None:
             check_ray_service(manifest)
         elif manifest["kind"] == "PrometheusRule":
             check_rules(manifest)
+        elif manifest["kind"] == "HTTPRoute":
+            check_route(manifest)
         else:
             check_plain(manifest)
 
@@ -218,6 +220,17 @@ def check_rules(manifest: dict[str, Any]) -> None:
             strange = rule.keys() - {"alert", "expr", "for", "labels", "annotations"}
             if strange or not {"alert", "expr", "labels", "annotations"} <= rule.keys():
                 raise CheckError(f"PrometheusRule: {rule.get('alert')}: its fields are {', '.join(rule)}")
+
+
+def check_route(manifest: dict[str, Any]) -> None:
+    """Checks the form of an HTTPRoute, likewise. Raises CheckError."""
+    check_plain({"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest["metadata"]})
+    spec, version = manifest["spec"], manifest["apiVersion"]
+    if version != "gateway.networking.k8s.io/v1" or spec.keys() - {"hostnames"} != {"parentRefs", "rules"}:
+        raise CheckError("HTTPRoute: not as the Gateway API knows it")
+    for rule in spec["rules"]:
+        if rule.keys() != {"matches", "timeouts", "backendRefs"}:
+            raise CheckError(f"HTTPRoute: a rule has {', '.join(rule)}")
 
 
 def check_ray_service(manifest: dict[str, Any]) -> None:

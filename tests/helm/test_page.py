@@ -45,7 +45,7 @@ def test_a_command_of_the_page_renders(words: list[str]) -> None:
 def test_every_other_command_is_one_that_is_marked() -> None:
     known = {"kubectl", "docker", "curl", "make"}
     others = {tuple(words[:2]) for words in COMMANDS if words[0] not in known and "helm/shoal" not in words}
-    assert others == {("helm", "repo"), ("helm", "install"), ("helm", "uninstall"), ("helm", "rollback")}
+    assert others == {("helm", it) for it in ("repo", "install", "test", "uninstall", "rollback")}
     assert [words for words in COMMANDS if words[0] == "make"] == [["make", "helm-test"]]
     assert "\nhelm-test:" in (ROOT / "Makefile").read_text()
 
@@ -129,6 +129,9 @@ CHANGES: dict[str, Any] = {
     "autoscaling.maxWorkers": {"enabled": True, "maxWorkers": 8},  # in place of workers.count
     "service": {"port": 80, "annotations": {"a": "b"}, "type": "LoadBalancer"},
     "networkPolicy": {"enabled": False},
+    "ingress": {"enabled": True, "host": "a.example"},
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "a"}]},
+    "disruptionBudget": {"enabled": True, "maxUnavailable": 2},
     "alerts": {"enabled": True, "labels": {"release": "prometheus"}},
     "dashboard": {"enabled": True, "labels": {"a": "b"}},
     "podAnnotations": {"a": "b"},
