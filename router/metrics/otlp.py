@@ -1,6 +1,6 @@
 """Traces, sent to a receiver of OpenTelemetry over HTTP (OTLP, protobuf).
 
-    TracedRequest.end ──▶ a queue of `MOST_WAITING` requests ──▶ a task: batches of `BATCH`, one at a time
+    TracedRequest.end ──▶ a queue of `MAX_WAITING_REQUESTS` requests ──▶ a task: batches of `BATCH`, one at a time
 
 A request costs its router an entry in the queue. Where the receiver does not keep up, or is away, the queue fills, and
 requests that end then have no trace; the metric `shoal_trace_spans_total` counts them.
@@ -25,7 +25,7 @@ from worker.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 8192  # requests in the queue: some 2 kB each
+MAX_WAITING_REQUESTS = 8192  # requests in the queue: some 2 kB each
 BATCH = 256  # requests in a message: some 300 kB
 AT_ONCE = 32  # requests that are encoded before the event loop goes on: about a millisecond
 EVERY_S = 1.0  # how long a request waits for others to go with it
@@ -75,7 +75,7 @@ class Tracer:
         """Puts a request that has ended into the queue."""
         if not request.is_sampled:
             return
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MAX_WAITING_REQUESTS:
             self._lost("queue_full", [request])
             return
         self._waiting.append(request)
