@@ -26,7 +26,7 @@ from ray.serve.schema import LoggingConfig
 
 from cluster import log_lines
 from cluster.autoscaler import Autoscaler, Teller
-from cluster.config import Config, ConfigError, DeploymentConfig, load, upstream_keys
+from cluster.config import Config, DeploymentConfig, check_behind_proxies, load, upstream_keys
 from cluster.deployed import APP, ROUTER, STREAMS_S, watch
 from cluster.followed_config import unscaled, unscaled_deployment
 from cluster.hang import end_if_stuck
@@ -122,8 +122,7 @@ def routers(config: Config, replicas: Sequence[Application], nodes: Sequence[str
     of `config.deployments`. Raises ConfigError."""
     autoscaler = _autoscaler(config)
     if not nodes:
-        if config.ssl_certfile is not None:
-            raise ConfigError("ssl_certfile: these routers are behind Serve's proxies; what is in front of them has it")
+        check_behind_proxies(config)
         return _routers(config, replicas, autoscaler, None)
     first, *others = nodes
     return _routers(config, replicas, autoscaler, first, [_routers(config, replicas, autoscaler, it) for it in others])
