@@ -38,7 +38,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "EVERY_S", 0.005)
+    monkeypatch.setattr(otlp, "BATCH_EVERY_S", 0.005)
     monkeypatch.setattr(otlp, "RETRY_S", 0.005)
 
 
@@ -366,7 +366,7 @@ def test_a_router_that_ends_sends_what_is_left(receiver: Receiver) -> None:
 
 
 def test_batches_are_bounded(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "BATCH", 4)
+    monkeypatch.setattr(otlp, "MAX_BATCH_REQUESTS", 4)
 
     async def run() -> None:
         sending = Sending(receiver.url)
