@@ -3,8 +3,8 @@ Shoal's configuration. Nothing here needs a network, credentials or a second mac
 
 import copy
 import json
-import shlex
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
