@@ -11,7 +11,7 @@
   a call.
 - Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer. A token that
   ends thinking where there is none is no text either.
-- A call may begin in thinking, and then ends it, if the marker is a token.
+- A call may begin in thinking, and then ends it, if the marker is a token, or begins a section and has one in it.
 - A call without markers may be of any tool where it begins the answer, and elsewhere of a known tool only. So may one
   outside a section, if its own marker tells it from text; the end of a section that did not begin is dropped.
 - Between the beginning of a section and the marker of its first call, what is none is dropped. Where the format says
@@ -237,9 +237,10 @@ class Lexer:
             yield from source.newlines()
         if (yield from source.accept(thinking.label)):
             yield from source.newlines()
-        begins = (*self._tools.begins, *(call.begin for call in self._tools.calls))
-        tokens = dict.fromkeys(mark for mark in begins if mark in reader.format.bound_markers)
-        markers = reader.format.marker_set(thinking.end, *tokens)
+        bound = reader.format.bound_markers
+        tokens = [mark for mark in self._tools.begins if reader.format.tells(mark)]
+        tokens += (call.begin for call in self._tools.calls if call.begin in bound)
+        markers = reader.format.marker_set(thinking.end, *dict.fromkeys(tokens))
         while True:
             at, marker = source.find(markers)
             ended = marker is None and source.ended

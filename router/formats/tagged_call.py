@@ -62,9 +62,9 @@ class _Arguments:
         self._count = 0
         self._stray: list[str] = []  # what is no argument
         # An argument that lacks its end ends where a line begins the next one, or ends the call.
-        bound = reader.format.bound_markers
-        self._bare_ends = tuple(mark for mark in (syntax.key_begin, syntax.end) if mark in bound)
-        line_ends = (f"\n{mark}" for mark in (syntax.key_begin, syntax.end) if mark not in bound)
+        ends_of_value = (syntax.key_begin, syntax.end)
+        self._bare_ends = tuple(mark for mark in ends_of_value if reader.format.tells(mark))
+        line_ends = (f"\n{mark}" for mark in ends_of_value if mark not in self._bare_ends)
         self._value_ends = reader.format.marker_set(syntax.value_end, *self._bare_ends, *line_ends)
         self._not_plain = self._value_ends.firsts_and_escapes
         self._expected = (syntax.key_begin, *ends)

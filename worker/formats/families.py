@@ -27,12 +27,12 @@ _DEEPSEEK_CALL_BEGIN, _DEEPSEEK_CALL_END = f"<{_BAR}tool▁call▁begin{_BAR}>",
 _DEEPSEEK_SEPARATOR = f"<{_BAR}tool▁sep{_BAR}>"
 
 
-def _dsml(name: str, section: str, other: str) -> ToolsFormat:
+def _dsml(name: str, section: str, *others: str) -> ToolsFormat:
     return ToolsFormat(
         name,
         begin=f"<{_DSML}{section}>",
         end=f"</{_DSML}{section}>",
-        others=((f"<{_DSML}{other}>", f"</{_DSML}{other}>"),),
+        others=tuple((f"<{_DSML}{each}>", f"</{_DSML}{each}>") for each in others),
         calls=(
             TaggedCall(
                 begin=f"<{_DSML}invoke name=",
@@ -270,7 +270,7 @@ _TOOLS = (
         ),
     ),
     _dsml("deepseek_v32", "function_calls", "tool_calls"),
-    _dsml("deepseek_v4", "tool_calls", "function_calls"),
+    _dsml("deepseek_v4", "tool_calls", "function_calls", "toolcalls"),
     ToolsFormat(
         "glm45",
         calls=(

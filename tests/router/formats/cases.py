@@ -389,6 +389,7 @@ CASES: dict[str, list[Case]] = {
         ("two calls", v4_calls(dsml("f", ("a", "true", "1")), dsml("g")), [("f", {"a": "1"}), ("g", "{}")]),
         ("an object", v4_calls(dsml("f", ("a", "false", '{"b": [null, "</x>"]}'))), [("f", {"a": {"b": [None, "</x>"]}})]),
         ("the section of 3.2", dsml_calls(dsml("f")), [("f", "{}")]),
+        ("the section in one word", v4_calls(dsml("f")).replace(f"<{DSML}tool_calls>", f"<{DSML}toolcalls>"), [("f", "{}")]),
         ("no section, known tools", "I look. " + dsml("weather", ("city", "true", "Oslo")) + dsml("types"), ["I look. ", ("weather", {"city": "Oslo"}), ("types", "{}")]),
         ("no section, unknown tool", dsml("f"), [dsml("f")]),
         ("no beginning of the section", dsml("weather", ("city", "true", "Oslo")) + f"</{DSML}tool_calls>", [("weather", {"city": "Oslo"})]),
