@@ -9,8 +9,8 @@
 - White space alone between thinking, calls and the end is markup, and is dropped. So are the lines' ends at both ends
   of thinking, and those before the text that follows it; and, where the format says so, white space between text and
   a call.
-- Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer. A token that
-  ends thinking where there is none is no text either.
+- Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer. So it does
+  where its label alone is the first line. A token that ends thinking where there is none is no text either.
 - A call may begin in thinking, and then ends it, if the marker is a token, or begins a section and has one in it.
 - A call without markers may be of any tool where it begins the answer, and elsewhere of a known tool only. So may one
   outside a section, if its own marker tells it from text; the end of a section that did not begin is dropped.
@@ -169,6 +169,8 @@ class Lexer:
             marks.append(thinking.end)
         if thinking is not None and (self._is_first or thinking.begin in self._reader.format.bound_markers):
             marks.append(thinking.begin)
+        if thinking is not None and thinking.label and self._is_first:
+            marks.append(f"{thinking.label}\n")
         if self._in_section:
             marks += tools.ends
         marks += (call.begin for call in tools.calls if self._in_section or not tools.begin or call.bare)
@@ -180,7 +182,7 @@ class Lexer:
         If not, the source is where it was. Somewhere before that, the text is kept. `may_be_bare`: here, a call without
         markers may be of any tool."""
         source, tools, thinking = self._source, self._tools, self._thinking
-        if thinking is not None and marker == thinking.begin:
+        if thinking is not None and marker in (thinking.begin, f"{thinking.label}\n"):
             before = source.marks.get(source.offset)
             source.at += len(marker)
             source.release()
