@@ -26,7 +26,7 @@ from ray.serve.schema import LoggingConfig
 
 from cluster import log_lines
 from cluster.autoscaler import Autoscaler, Teller
-from cluster.config import Config, ConfigError, DeploymentConfig, load, upstream_keys
+from cluster.config import Config, DeploymentConfig, check_behind_proxies, load, upstream_keys
 from cluster.deployed import APP, ROUTER, STREAMS_S, watch
 from cluster.followed_config import unscaled, unscaled_deployment
 from cluster.hang import end_if_stuck
@@ -38,13 +38,14 @@ from cluster.replica import CONTROL_CPUS, STOP_S, Replica, bundles
 from cluster.request_router import ServePlacer, listen
 from cluster.scaling import Scaling
 from cluster.service import open_models, open_service
-from router.api import create_app
+from router.api import create_app, create_metrics_app
 from router.http.listener import Listener
+from router.http.own_port import OwnPort
 from router.metrics.metrics import Metrics
 from router.service import Service
 from worker.folders import cache_folder
 
-UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
+UNLIMITED_REQUESTS = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
 )
@@ -122,8 +123,7 @@ def routers(config: Config, replicas: Sequence[Application], nodes: Sequence[str
     of `config.deployments`. Raises ConfigError."""
     autoscaler = _autoscaler(config)
     if not nodes:
-        if config.ssl_certfile is not None:
-            raise ConfigError("ssl_certfile: these routers are behind Serve's proxies; what is in front of them has it")
+        check_behind_proxies(config)
         return _routers(config, replicas, autoscaler, None)
     first, *others = nodes
     return _routers(config, replicas, autoscaler, first, [_routers(config, replicas, autoscaler, it) for it in others])
@@ -147,7 +147,7 @@ def _routers(
         name=router_deployment(config, node),
         num_replicas=config.num_routers,
         ray_actor_options=actor,
-        max_ongoing_requests=UNLIMITED,
+        max_ongoing_requests=UNLIMITED_REQUESTS,
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=HEALTH_ANSWER_S,
         max_surge_percent=1,  # one at a time, before one of another version goes
@@ -199,6 +199,8 @@ class _Router:
     """A router process: OpenAI's API, and for each model its own view of the fleet, and its connections to the
     replicas."""
 
+    _is_proxied = True
+
     def __init__(
         self,
         config: Config,
@@ -226,6 +228,11 @@ class _Router:
         self._models = open_models(config, services, metrics, keys)
         self._watching = watch(sizes, config.drain_s, self._models.shutdown.come)
         self._living = end_if_stuck()
+        if config.metrics_port is not None:
+            # Behind Serve's proxies, `host` is not where routers listen.
+            own = ray.util.get_node_ip_address() if self._is_proxied else config.host
+            port = OwnPort(create_metrics_app(self._models), own, config.metrics_port, config)
+            self._models.alongside(port.start, port.close)
         self._teller: Teller | None = None
         if autoscaler is not None:
             demands = {config.deployment_name(each): services[each.name].demand for each in config.deployments}
@@ -271,6 +278,8 @@ class Router(_Router):
 
 class ListeningRouter(_Router):
     """A router that listens itself, on a port that it shares with the other routers of its machine."""
+
+    _is_proxied = False
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,

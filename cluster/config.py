@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, SecretStr, Tag, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from cluster import quantity
 from cluster.log_lines import LogFormat
 from cluster.models import model_name
 from router.access.key_file import KeyEntry
@@ -108,6 +109,12 @@ class ReplicaConfig(WorkerConfig, ModelConfig):
 
     @model_validator(mode="before")
     @classmethod
+    def _quantities(cls, given: Any) -> Any:
+        """Takes Kubernetes' quantities where CPUs or bytes are meant."""
+        return quantity.numbers(given) if isinstance(given, Mapping) else given
+
+    @model_validator(mode="before")
+    @classmethod
     def _start_within_bounds(cls, given: Any) -> Any:
         """Gives `replicas` a default that autoscaling allows."""
         if not isinstance(given, Mapping) or "replicas" in given or given.get("max_replicas") is None:
@@ -178,6 +185,8 @@ UPSTREAM_FIELDS = UpstreamConfig.model_fields
 KEY_FIELDS = KeyEntry.model_fields  # of an entry of the key file
 # Settings of one model alone, which are no defaults for several.
 OF_ONE_MODEL = ("model", "served_model_name", "aliases")
+# Settings of routers that listen themselves: behind Serve's proxies they would do nothing.
+OF_LISTENERS = ("ssl_certfile", "ssl_keyfile", "max_header_bytes", "max_connections", "keep_alive_s")
 # Settings that hold, next to `models`, for each entry that does not set them.
 DEFAULTS = tuple(name for name in ReplicaConfig.model_fields if name not in OF_ONE_MODEL)
 
@@ -212,6 +221,16 @@ class Config(ReplicaConfig, RouterConfig):
     )
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all network interfaces")
     port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
+    metrics_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description=(
+            "first TCP port for the metrics of single routers: each listens at the first that is free from there on, "
+            "and answers /metrics, /ready and /health for itself; by default only the router that a connection to "
+            "port comes to answers"
+        ),
+    )
     address: str | None = Field(
         None,
         description="the Ray cluster to join: host:port, or auto; by default Ray is started on this machine",
@@ -332,6 +351,13 @@ def _written(entry: DeploymentConfig | UpstreamEntry, defaults: Mapping[str, Any
     values = entry.model_dump(mode="json", exclude_defaults=isinstance(entry, UpstreamEntry))
     first = {key: values.pop(key) for key in ("name", "model", "aliases") if values.get(key)}
     return first | {key: value for key, value in values.items() if key != "aliases" and value != defaults.get(key, ())}
+
+
+def check_behind_proxies(config: Config) -> None:
+    """Raises ConfigError for a setting that does nothing where Serve's proxies take connections."""
+    for name in OF_LISTENERS:
+        if getattr(config, name) != Config.model_fields[name].default:
+            raise ConfigError(f"{name}: Serve's proxies take connections here, and do not know it: leave it out")
 
 
 def upstream_keys(config: Config) -> dict[str, SecretStr]:

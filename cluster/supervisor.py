@@ -45,7 +45,7 @@ FOLDER = ".shoal"  # of the supervisor, in the home folder
 UNIT = "shoal.service"
 CRON = "@reboot {python} -m cluster.supervisor run < /dev/null > /dev/null 2>&1  # shoal"
 LOOK_S = 1.0
-FIRST_WAIT_S, MOST_WAIT_S = 1.0, 30.0  # before something that has ended starts again: doubled each time
+FIRST_WAIT_S, MAX_WAIT_S = 1.0, 30.0  # before something that has ended starts again: doubled each time
 POLL_S = 0.2
 STEADY_S = 60.0  # what has run this long has started well
 UP_S = 330.0  # that Ray may take to start
@@ -256,7 +256,7 @@ class _Turn:
         now = time.monotonic()
         if now < self._next_s:
             return False
-        self._next_s, self._wait_s = now + self._wait_s, min(2 * self._wait_s, MOST_WAIT_S)
+        self._next_s, self._wait_s = now + self._wait_s, min(2 * self._wait_s, MAX_WAIT_S)
         return True
 
     def runs(self) -> None:
@@ -299,7 +299,8 @@ def run() -> int:
         say("stopping")
         one.end_server(drain=True)
         stop_ray()
-        (folder() / "pid").unlink(missing_ok=True)
+        for name in ("pid", "ray"):
+            (folder() / name).unlink(missing_ok=True)
     return 0
 
 
@@ -353,7 +354,8 @@ WorkingDirectory=%h
 KillMode=mixed
 Restart=always
 RestartSec=1
-TimeoutStopSec=10min
+# Answers have drain_s, however long that is.
+TimeoutStopSec=infinity
 LimitNOFILE={OPEN_FILES}
 
 [Install]
@@ -436,14 +438,22 @@ def stop() -> int:
 
 
 def prepare(lock: Path) -> int:
-    """Stops a machine whose Ray is to be replaced: answers that are on their way may end, within `drain_s`."""
-    pinned = re.search(r"^ray==(\S+)", lock.read_text(), re.MULTILINE)
+    """Stops a machine whose Ray is to be replaced, before anything of it is: answers that are on their way may end,
+    within `drain_s`. Says so first, here and in the log."""
+    pinned = re.search(r"^ray==([^\s;]+)", lock.read_text(), re.MULTILINE)
     running = supervisor()
     if running is None or pinned is None or pinned[1] == version("ray"):
         return 0
-    print(f"Ray {version('ray')} becomes {pinned[1]}: a planned stop, for which answers get drain_s to end", flush=True)
-    running.terminate()
+    told = f"Ray {version('ray')} becomes {pinned[1]}: a planned stop, for which answers get drain_s to end"
+    print(told, flush=True)
+    began = time.monotonic()
+    with (Path.home() / LOG).open("a") as log, contextlib.redirect_stdout(log):
+        say(told)
+    # What only ended, systemd would start again, while pip replaces it.
+    if not unit_file().exists() or _to_systemd(f"systemctl --user stop {UNIT}").returncode:
+        running.terminate()
     running.wait()
+    print(f"the machine has stopped after {time.monotonic() - began:.0f} s, and starts with Ray {pinned[1]}")
     return 0
 
 

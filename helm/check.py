@@ -34,7 +34,8 @@ from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 # Run by its path, this file finds `cluster` installed; `shoal` would be the chart.
-from cluster.config import DEFAULTS, Config, DeploymentConfig, UpstreamEntry
+from cluster import quantity
+from cluster.config import DEFAULTS, OF_LISTENERS, Config, DeploymentConfig, UpstreamEntry
 from cluster.models import KNOWN
 
 UPSTREAM = UpstreamEntry.model_fields["upstream"].annotation
@@ -316,10 +317,18 @@ def models_schema() -> dict[str, Any]:
 def _table(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The schema of a table with these keys and no others."""
     properties = {
-        key: {"description": schema["description"], **{k: v for k, v in schema.items() if k != "title"}}
-        for key, schema in fields.items()
+        key: {"description": schema["description"], **_with_quantities(key, schema)} for key, schema in fields.items()
     }
     return {"type": "object", "additionalProperties": False, "properties": properties | more}
+
+
+def _with_quantities(key: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a setting, without its title. One in CPUs or bytes may be a quantity of Kubernetes."""
+    kept = {name: part for name, part in schema.items() if name != "title"}
+    if key not in quantity.SETTINGS:
+        return kept
+    about = {name: kept.pop(name) for name in ("description", "default") if name in kept}
+    return {**about, "anyOf": [*kept.pop("anyOf", [kept]), {"type": "string", "pattern": quantity.QUANTITY}]}
 
 
 def written_parts() -> dict[str, Any]:
@@ -328,10 +337,17 @@ def written_parts() -> dict[str, Any]:
 
 
 def defaults() -> dict[str, Any]:
-    """Facts of the code for the templates: the defaults of settings, and the disk that known models need."""
+    """Facts for the templates: defaults of settings and of the chart's values, and the disk that known models need."""
     fields = {key: Config.model_fields[key] for key in (*DEFAULTS, "drain_s", "cpus_per_router")}
     config = {key: field.default for key, field in fields.items() if key not in OWN_KEYS + TAKEN_KEYS}
-    return {"config": config, "known": {name: packaged.disk_bytes for name, packaged in KNOWN.items()}}
+    listening = {key: Config.model_fields[key].default for key in OF_LISTENERS}
+    values = {key: value for key, value in _read(CHART / "values.yaml").items() if key != "config"}
+    return {
+        "config": config,
+        "listening": listening,
+        "values": values,
+        "known": {name: packaged.disk_bytes for name, packaged in KNOWN.items()},
+    }
 
 
 def check_schema() -> None:

@@ -5,9 +5,9 @@ The path of a request for text:
 1. `Keys` checks the API key.
 2. `Models` reads the body into one of the types of `requests`, and finds the `Service` of the model that it names. What
    names a model of another endpoint is passed on (`upstream`).
-3. `chat_job` or `completion_job` (`prepared_request`) turns it into tokens and sampling parameters.
+3. `prepare_chat` or `prepare_completion` (`prepared_request`) turns it into tokens and sampling parameters.
 4. `Generation` runs its sequences through the `Service`, and writes the text with `ChatFormat` or `CompletionFormat`.
-   (`choices_job` and `ChoicesFormat` are the same for scores; `endpoints.embeddings` has those for embeddings.)
+   (`prepare_choices` and `ChoicesFormat` are the same for scores; `endpoints.embeddings` has those for embeddings.)
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -124,6 +124,20 @@ def _documentation(app: FastAPI) -> APIRouter:
 
 async def _shown(page: Callable[..., Response], title: str) -> Response:
     return page(openapi_url=OPENAPI.removeprefix("/"), title=title)
+
+
+def create_metrics_app(models: Models) -> FastAPI:
+    """The routes for operators alone, for a router's own port (`router.http.own_port`)."""
+    app = FastAPI(title="Shoal", version=version(), redirect_slashes=False, openapi_url=None)
+    inside: list[Any] = []
+    if models.config.require_auth_for_metrics_endpoint:
+        inside = [Depends(Keys(models.config, models.metrics).check)]
+    app.include_router(operator_routes(models, app.version, inside))
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(Guarded)
+    app.add_middleware(HeadAsGet)
+    return app
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

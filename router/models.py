@@ -1,5 +1,6 @@
 """The models at one door: those that replicas serve, and those whose requests are passed on to other endpoints."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -15,6 +16,7 @@ from router.http.upstream import Upstream, head
 from router.metrics.build import version
 from router.metrics.metrics import Metrics
 from router.metrics.otlp import Tracer
+from router.metrics.process import watch_loop
 from router.service import Service
 from router.streaming.aborts import Aborts
 from router.streaming.deadline import timeout_of
@@ -24,6 +26,7 @@ from router.wire.requests import Body
 
 Known = TypeVar("Known", bound=Body)
 Route = Callable[[Request], Awaitable[Response]]
+ServedModel = Service | Upstream  # of replicas, or of another endpoint
 
 DEFAULT = "default"  # a name for the only model, as clients send it that were not told any
 MAX_NAMES = 20  # names in an error
@@ -42,7 +45,7 @@ class ListedModel:
 
     name: str
     model: str
-    answers: Service | Upstream
+    served: ServedModel
 
 
 class Models:
@@ -60,11 +63,11 @@ class Models:
     | `tracer` | traces requests; None if no receiver is configured |
     """
 
-    def __init__(self, answering: Sequence[Service | Upstream], metrics: Metrics, config: RouterConfig) -> None:
-        """`answering`: the models, in the order of the list that clients get. Raises ValueError if two have the same
+    def __init__(self, served: Sequence[ServedModel], metrics: Metrics, config: RouterConfig) -> None:
+        """`served`: the models, in the order of the list that clients get. Raises ValueError if two have the same
         name, or if there is none."""
-        self.services = [model for model in answering if isinstance(model, Service)]
-        self.upstreams = [model for model in answering if isinstance(model, Upstream)]
+        self.services = [model for model in served if isinstance(model, Service)]
+        self.upstreams = [model for model in served if isinstance(model, Upstream)]
         self.metrics = metrics
         self.config = config
         self.leaving = False
@@ -77,8 +80,10 @@ class Models:
         self._named: dict[str, ListedModel] = {}
         self._held = HeldBytes(config.max_held_bytes, self._shortest_wait_s)
         self._before_close: list[Callable[[], Awaitable[None]]] = []
+        self._alongside: list[tuple[Callable[[], Awaitable[None]], Callable[[], Awaitable[None]]]] = []
         self._exchange: UsageExchange | None = None
-        for model in answering:
+        self._watching: asyncio.Task[None] | None = None
+        for model in served:
             for name in (model.model, *model.aliases):
                 if name in self._named:
                     raise ValueError(f"two models are named {name!r}")
@@ -125,7 +130,7 @@ class Models:
         ApiError (404), and (400) where several models could be meant."""
         if name is not None and (name != DEFAULT or self._knows(name)):
             return self.find(name)
-        candidates: Sequence[Service | Upstream] = self.services or self.upstreams
+        candidates: Sequence[ServedModel] = self.services or self.upstreams
         if len(candidates) > 1:
             raise invalid(f"Send 'model': this server has {self._names()}.", "model", "missing_required_parameter")
         return self._named[candidates[0].model]
@@ -133,13 +138,13 @@ class Models:
     def service(self, name: str | None) -> Service:
         """The model that this name means, which replicas serve. Raises ApiError."""
         listed = self._meant(name)
-        answers = listed.answers
-        if isinstance(answers, Upstream):
+        served = listed.served
+        if isinstance(served, Upstream):
             message = (
                 f"The model {listed.name!r} is at another endpoint, and only requests with a body are passed on to it."
             )
             raise invalid(message, "model", "invalid_value")
-        return answers
+        return served
 
     def _shortest_wait_s(self) -> float:
         queues = [service.shortest_queue() for service in self.services]
@@ -169,10 +174,10 @@ class Models:
                 listed = None if asked is None else self._meant(asked.model)
             except ApiError:  # the route says so, once it has read the body
                 listed = None
-            if asked is None or listed is None or not isinstance(listed.answers, Upstream):
+            if asked is None or listed is None or not isinstance(listed.served, Upstream):
                 return await route(request)
             request.state.model = listed.model
-            return await listed.answers.answer(request, sent, asked.stream is True)
+            return await listed.served.answer(request, sent, asked.stream is True)
 
         return passing
 
@@ -216,6 +221,10 @@ class Models:
 
     # ------------------------------------------------ life
 
+    def alongside(self, start: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> None:
+        """Has `start` done when the router starts, and `close` when it ends."""
+        self._alongside.append((start, close))
+
     def before_close(self, work: Callable[[], Awaitable[None]]) -> None:
         """Has `work` done when the router closes, while its replicas are still connected."""
         self._before_close.append(work)
@@ -232,6 +241,9 @@ class Models:
             self._exchange.start()
         if self.tracer is not None:
             self.tracer.start()
+        for start, _ in self._alongside:
+            await start()
+        self._watching = asyncio.create_task(watch_loop(self.metrics.loop_lag.observe))
 
     async def close(self) -> None:
         for work in self._before_close:
@@ -244,3 +256,7 @@ class Models:
             await upstream.close()
         if self.tracer is not None:
             await self.tracer.close()
+        for _, close in self._alongside:
+            await close()
+        if self._watching is not None:
+            self._watching.cancel()

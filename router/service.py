@@ -151,6 +151,7 @@ class Service:
         self._placing = 0  # requests for which a replica is looked for
         self._prefetches: dict[asyncio.Task[None], tuple[str, str]] = {}  # with the program, and the client
         self._fleet = fleet
+        fleet.on_decision = metrics.placement.observe
         self._resume_pace = ResumePace(self._resume_rate)
         self.replicas.on_adapters = self._hear
         self._texts = ClientTurns(min(4, os.cpu_count() or 1), "text")
@@ -229,9 +230,9 @@ class Service:
         return self._fleet.shortest_queue(self.replicas.closed)
 
     @property
-    def answers(self) -> bool:
+    def can_answer(self) -> bool:
         """Whether a request would be answered now, if only after a replica has started."""
-        return bool(self.replicas.ready) or (self._sleep is not None and self._sleep.answers)
+        return bool(self.replicas.ready) or (self._sleep is not None and self._sleep.can_answer)
 
     def demand(self) -> Demand:
         """The work that requests bring to the replicas now."""
@@ -269,8 +270,8 @@ class Service:
         client leaves first, raises ClientGone, and what has not begun is dropped."""
         threads, client = self._threads(num_bytes), claimant(request)
         at_once = threads is self._texts and threads.has_room(client)  # and soon over
-        told = request_log.current()
-        with telling(None if told is None else told.repaired_part):
+        entry = request_log.current()
+        with telling(None if entry is None else entry.repaired_part):
             if num_bytes <= SHORT_TEXT_BYTES:
                 return work(*arguments)
             done = threads.run(client, contextvars.copy_context().run, work, *arguments)
@@ -309,9 +310,9 @@ class Service:
         refused: dict[str, Failure] = {}
         resumed = bool(output_ids)
         deaths = 0
-        told = request_log.current()
+        entry = request_log.current()
         program = None if call is None else call.lease.owner
-        phases = None if told is None else told.phases(request_id, arrived, program)
+        phases = None if entry is None else entry.phases(request_id, arrived, program)
         for run in itertools.count():
             request = Generate(
                 request_id=f"{request_id}.{run}",
@@ -365,8 +366,8 @@ class Service:
                 token_ids = _cached_as(prompt_ids + produced, request.prefix_salt)
                 await self._resume_pace.turn(self._fleet.prompt_s(token_ids, self.replicas.closed))
             resumed = True
-            if told is not None:
-                told.resumed += 1
+            if entry is not None:
+                entry.resumed += 1
             refused.clear()  # even a full replica takes a resumed sequence
             if produced:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -452,26 +453,31 @@ class Service:
         try:
             home = None if call is None else self.programs.home(call)
             replica_id, stream = await self._send(request, lost, refused, home, shared)
-            if (told := request_log.current()) is not None:
-                told.began(replica_id)
+            if (entry := request_log.current()) is not None:
+                entry.began(replica_id)
             if phases is not None:
                 phases.sent(replica_id)
             num_tokens = len(request.prompt_ids) + len(request.output_ids)
-            clock = _Clock(self.metrics.replica(replica_id), arrived, resumed=bool(request.output_ids))
+            booking = self._fleet.booking(request.request_id)
+            expected = 0 if booking is None else booking.cached_tokens
+            lengths = len(request.prompt_ids), len(request.output_ids)
+            clock = _Clock(self.metrics.replica(replica_id), arrived, *lengths)
             try:
                 async for output in stream:
                     if output.finish_reason == "error":
                         if output.failure is not None and output.failure.kind == "overloaded":
                             raise _Refused(replica_id, output.failure)
                         raise _failed(output.failure, request.request_id)
-                    if told is not None and output.queue_s is not None:
-                        told.queued(output.queue_s)
+                    if output.cached_tokens is not None:
+                        self.metrics.found_cached(expected, output.cached_tokens)
+                    if entry is not None and output.queue_s is not None:
+                        entry.queued(output.queue_s)
                         if phases is not None:
                             phases.queued(output.queue_s)
                     if clock.first_token(output):
                         self._fleet.first_token(request.request_id)
-                        if told is not None:
-                            told.first_token()
+                        if entry is not None:
+                            entry.first_token()
                             if phases is not None:
                                 phases.first_token()
                     num_tokens += len(output.token_ids)
@@ -538,10 +544,14 @@ class Service:
 class _Clock:
     """Measures the latencies of one run of a sequence."""
 
-    def __init__(self, times: ReplicaTimes, arrived: float, resumed: bool) -> None:
+    def __init__(self, times: ReplicaTimes, arrived: float, prompt_tokens: int, output_tokens: int) -> None:
+        """`output_tokens`: those that it had when the run began; a run that has some resumes it."""
         self._times = times
         self._arrived = arrived
-        self._resumed = resumed
+        self._prompt_tokens, self._output_tokens = prompt_tokens, output_tokens
+        self._resumed = output_tokens > 0
+        self._computing = perf_counter()  # from when on its prompt is computed, once it is known
+        self._first: float | None = None
         self._last: float | None = None
 
     @property
@@ -555,17 +565,26 @@ class _Clock:
         first = self._last is None
         if output.queue_s is not None:
             self._times.queue.observe(output.queue_s)
+            self._computing += output.queue_s
+            if not self._resumed:
+                self._times.prompt_tokens.observe(self._prompt_tokens)
+        count = len(output.token_ids)
+        if count:
+            self._output_tokens += count
+            if self._last is not None:
+                self._times.inter_token.observe((now - self._last) / count, count)
+            else:
+                self._first = now
+                self._times.prefill.observe(max(0.0, now - self._computing))
+                if not self._resumed:
+                    self._times.first_token.observe(now - self._arrived)
+            self._last = now
         if output.finish_reason is not None:
             self._times.request.observe(now - self._arrived)
-        if not output.token_ids:
-            return False
-        if self._last is not None:
-            count = len(output.token_ids)
-            self._times.inter_token.observe((now - self._last) / count, count)
-        elif not self._resumed:
-            self._times.first_token.observe(now - self._arrived)
-        self._last = now
-        return first
+            self._times.output_tokens.observe(self._output_tokens)
+            if self._first is not None:
+                self._times.decode.observe(now - self._first)
+        return first and count > 0
 
 
 def _cached_as(token_ids: list[int], cache_salt: str) -> list[int]:

@@ -29,13 +29,18 @@ TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def add(parser: argparse.ArgumentParser, model: type[BaseModel], without: Collection[str] = ()) -> None:
+def add(
+    parser: argparse.ArgumentParser,
+    model: type[BaseModel],
+    without: Collection[str] = (),
+    as_typed: Collection[str] = (),
+) -> None:
     """Adds a flag for every field of `model` except `without` and lists of tables: `served_model_name` becomes
     `--served-model-name`.
 
     The parsed arguments hold only the settings that were given (`given` extracts them). Ranges and combinations are
-    checked by the model. Flags are grouped by the class that declares the fields; the first line of its docstring is
-    the title. Raises TypeError for a field of a type that has no flag.
+    checked by the model, and of the fields `as_typed` all that is typed. Flags are grouped by the class that declares
+    the fields; the first line of its docstring is the title. Raises TypeError for a field of a type that has no flag.
     """
     for owner in model.__mro__:
         if not (issubclass(owner, BaseModel) and owner is not BaseModel):
@@ -46,7 +51,7 @@ def add(parser: argparse.ArgumentParser, model: type[BaseModel], without: Collec
             title = (owner.__doc__ or owner.__name__).strip().split("\n")[0].rstrip(".")
             group = parser.add_argument_group(title[0].lower() + title[1:])
             for name, field in fields.items():
-                _flag(group, name, field)
+                _flag(group, name, field, name in as_typed)
 
 
 def given(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, Any]:
@@ -54,7 +59,7 @@ def given(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in model.model_fields}
 
 
-def _flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+def _flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo, as_typed: bool) -> None:
     flag = f"--{name.replace('_', '-')}"
     text = (field.description or "").replace("%", "%%")
     kind = _bare(field.annotation)
@@ -70,7 +75,7 @@ def _flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
         group.add_argument(flag, choices=get_args(kind), **common)
     elif kind in TYPES:
         convert, metavar = TYPES[kind]
-        group.add_argument(flag, type=convert, metavar=metavar, **common)
+        group.add_argument(flag, type=str if as_typed else convert, metavar=metavar, **common)
     else:
         raise TypeError(f"{name}: no flag for a field of type {field.annotation}")
 

@@ -4,6 +4,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from cluster import quantity
 from cluster.config import Config, ConfigError, load
 from cluster.followed_config import FollowedConfig
 from shoal import __version__, flags
@@ -51,7 +52,7 @@ def parser() -> Parser:
         action="store_true",
         help="only print every setting and its value; null is chosen at the start",
     )
-    flags.add(made, Config)
+    flags.add(made, Config, as_typed=quantity.SETTINGS)
     return made
 
 

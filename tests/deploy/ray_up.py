@@ -28,6 +28,7 @@ OTHERS = ("var/log/lastlog", "var/log/wtmp", "var/log/btmp", "var/log/journal/",
 OTHERS += ("home/ops/.cache/fontconfig/",)
 SERVE = "http://127.0.0.1:8265/api/serve/applications/"  # on the head
 SETTINGS = "cluster/ray/shoal.yaml"
+PORT = 8000  # of routers
 PIPELINE = "--model tiny --layouts pp2 --schedules uniform --traffic '' --jobs mini_half --shrink 64"
 
 
@@ -133,7 +134,7 @@ class Rehearsal:
 
     def ready(self, host: Host) -> int:
         """How many replicas the routers of a host reach."""
-        answer = self.clients.call("GET", f"http://{host.address}:8000/ready")
+        answer = self.clients.call("GET", f"http://{host.address}:{PORT}/ready")
         return sum(answer.json()["models"].values()) if answer.status_code == 200 else 0
 
     def begin(self, *hosts: Host, share: float = 1.0) -> None:
@@ -168,6 +169,13 @@ class Rehearsal:
 def _actors(deployments: Mapping[str, Any], deployment: str, state: str = "RUNNING") -> dict[str, str]:
     known = [each for name in deployments if name.startswith(deployment) for each in deployments[name]["replicas"]]
     return {each["replica_id"]: each["node_ip"] for each in known if each["state"] == state}
+
+
+def served(net: Network) -> list[str]:
+    """Processes and ports of a server on all hosts."""
+    ports = [f"{host.name}: {port}" for host in net.hosts for port in host.ports() & {PORT}]
+    lines = [f"{host.name}: {line}" for host in net.hosts for line in host.processes().values()]
+    return ports + [line for line in lines if "ray::Serve" in line or "ray::Rank" in line or " serve --address" in line]
 
 
 def rehearse(r: Rehearsal) -> Figures:
@@ -232,6 +240,7 @@ def rehearse(r: Rehearsal) -> Figures:
     r.on_head("shoal stop")
     assert not r.actors()
     until(lambda: "the server was stopped" in r.operator.log(), "shoal serve says that it was stopped")
+    until(lambda: not served(r.net), "nothing of the server is left, but Ray")
     r.say("shoal stop")
 
     told = r.on_head(f"cd ~/shoal && shoal bench pipeline --address auto {PIPELINE}")
@@ -255,6 +264,7 @@ def rehearse(r: Rehearsal) -> Figures:
 def rehearsed(folder: Path, stream_s: float, tell: Callable[[str], None] = print, systemd: bool = True) -> Figures:
     """A whole rehearsal in a folder, which must be empty. `systemd`: whether hosts have it, where this machine does."""
     model = made_model(folder)
+    undisturbed(model, 1)  # compiles the kernels, which the operator's checkout has
     with network(folder, ["head", "worker"], shown(model), cgroups() if systemd else None) as net:
         r = Rehearsal(net, folder, stream_s, tell)
         try:

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from ray.serve._private.constants import RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_P
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
 
+from cluster import quantity
 from cluster.config import Config
 from cluster.deployed import GOODBYE_S, WATCH_S
 from cluster.leave_node import REPLACED_S
@@ -318,11 +320,63 @@ def test_no_change_of_numbers_changes_pods() -> None:
 
 
 def test_any_resource_that_the_cluster_knows_can_be_asked_for() -> None:
-    limits = {"rdma/hca": 1, "vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "5Gi", "memory": "8Gi"}
+    limits = {"rdma/hca": "1", "vpc.amazonaws.com/efa": "4", "hugepages-2Mi": "5Gi", "memory": "8Gi"}
     values = {"device": "cuda", "tp": 2, "workers": {"resources": {"limits": limits}}}
     manifests = render(values)
     check_manifests(manifests)
     assert container(workers(values))["resources"]["limits"] == {**limits, "nvidia.com/gpu": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        (100e9, "100000000000"),
+        ("100e9", "100000000000"),  # YAML 1.2, as Helm reads it: a number
+        ("16E9", "16000000000"),
+        ("20000M", "20000M"),
+        ("16Gi", "16Gi"),
+        ("0.02Ti", "0.02Ti"),
+        (34359738368, "34359738368"),
+    ],
+)
+def test_memory_may_be_any_quantity_and_is_one_to_kubernetes(given: Any, written: str) -> None:
+    resources = container(workers({"workers": {"resources": {"limits": {"memory": given}}}}))["resources"]
+    assert resources["limits"]["memory"] == resources["requests"]["memory"] == written
+
+
+@pytest.mark.parametrize(("given", "cpus"), [("1e1", "10"), ("8500m", "8500m"), (8.5, "8.5"), ("0.01k", "0.01k")])
+def test_cpus_may_be_any_quantity(given: Any, cpus: str) -> None:
+    values = {"workers": {"resources": {"requests": {"cpu": given}}}}
+    assert container(workers(values))["resources"]["requests"]["cpu"] == cpus
+    assert not list(faults(ray_service(values)))
+
+
+@pytest.mark.parametrize("size", ["1Pi", "100e9", "1E", "5e+9"])
+def test_a_cache_may_have_any_size(size: str) -> None:
+    (claim,) = [each for each in render({"cache": {"create": True, "size": size}}) if "Claim" in each["kind"]]
+    assert quantity.number(claim["spec"]["resources"]["requests"]["storage"]) == quantity.number(size)
+
+
+def test_settings_in_cpus_and_bytes_may_be_quantities() -> None:
+    own = {"cpus_per_rank": "1500m", "cpus_per_router": "500m", "max_body_bytes": "64Mi", "max_held_bytes": "1e9"}
+    values = {"replicas": 2, "config": own}
+    config = Config.model_validate(arguments(values))
+    assert (config.cpus_per_rank, config.cpus_per_router) == (1.5, 0.5)
+    assert (config.max_body_bytes, config.max_held_bytes) == (64 << 20, 10**9)
+    assert workers(values) == workers({"replicas": 2, "config": {"cpus_per_rank": 1.5, "cpus_per_router": 0.5}})
+
+
+def test_the_chart_reads_quantities_as_the_server_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suffixes = ["", *"numkMGTPE", *(f"{each}i" for each in "KMGTPE"), "e3", "E3", "e+2", "e-1", "E0"]
+    texts = [number + suffix for number in ("1", "1.5", ".5", "2.", "007", "12.25") for suffix in suffixes]
+    chart = tmp_path / "shoal"
+    shutil.copytree(check.CHART, chart)
+    calls = "".join(f'- {{{{ include "shoal.quantity" {json.dumps(text)} }}}}\n' for text in texts)
+    (chart / "templates" / "quantities.yaml").write_text(f"kind: Quantities\nread:\n{calls}")
+    monkeypatch.setattr(check, "CHART", chart)
+    (made,) = [manifest for manifest in check.render({}) if manifest["kind"] == "Quantities"]
+    read = [float(each) for each in made["read"]]
+    assert read == pytest.approx([quantity.number(text) for text in texts], rel=1e-12)
 
 
 def test_cpus_are_those_that_kuberay_tells_ray() -> None:
@@ -341,7 +395,7 @@ def test_autoscaling_begins_small_and_has_room_for_all() -> None:
     assert scaled["enableInTreeAutoscaling"] is True
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (1, 1, 6)
     assert workers({"replicas": 3, "autoscaling": {"enabled": True}})["maxReplicas"] == 3
-    assert "enableInTreeAutoscaling" not in cluster({"autoscaling": {"maxWorkers": 6}})
+    assert "enableInTreeAutoscaling" not in cluster({})
     # Its container must be as the others where Pod Security's level is "restricted".
     assert scaled["autoscalerOptions"]["securityContext"] == container(group)["securityContext"]
     assert group["template"]["spec"]["securityContext"]["runAsNonRoot"] is True
@@ -388,11 +442,6 @@ def test_keys_come_from_a_secret_and_never_into_the_manifest() -> None:
         ({}, {"emptyDir": {"sizeLimit": "20Gi"}}, ["NetworkPolicy", "RayService"]),
         (
             {"existingClaim": "models"},
-            {"persistentVolumeClaim": {"claimName": "models"}},
-            ["NetworkPolicy", "RayService"],
-        ),
-        (
-            {"existingClaim": "models", "create": True},
             {"persistentVolumeClaim": {"claimName": "models"}},
             ["NetworkPolicy", "RayService"],
         ),
@@ -646,12 +695,12 @@ def test_the_image_holds_what_the_chart_and_the_project_say(tmp_path: Path) -> N
     copied = {line.split()[-1] for line in lines if line.startswith("COPY --chown=shoal:shoal") and "./" not in line}
     assert copied == packages
     kept = {line[1:] for line in (ROOT / "helm" / "Dockerfile.dockerignore").read_text().split() if line[0] == "!"}
-    assert kept == packages | {"pyproject.toml", "requirements.lock", "README.md", "LICENSE"}
+    assert kept == packages | {"pyproject.toml", "requirements.lock", "requirements.gpu.lock", "README.md", "LICENSE"}
     assert all((ROOT / name).exists() for name in kept)
 
     # The base for GPUs is the one with their compiler; the device that the chart calls cuda has FlashInfer.
-    install = re.findall(r"pip install --constraint requirements\.lock (.+)", dockerfile)[0]
-    for path, what in ((tmp_path / "empty", "."), (nvcc.parent, ".[gpu]")):
+    install = re.findall(r"--no-deps --requirement requirements\.lock \\\n +(.+)", dockerfile)[0]
+    for path, what in ((tmp_path / "empty", ""), (nvcc.parent, "--requirement requirements.gpu.lock")):
         command = ["/bin/bash", "-c", f"echo {install}"]
         said = subprocess.run(command, env={"PATH": str(path)}, text=True, capture_output=True, check=True)
         assert (said.stdout.strip(), said.stderr) == (what, "")
@@ -660,7 +709,7 @@ def test_the_image_holds_what_the_chart_and_the_project_say(tmp_path: Path) -> N
     assert f"USER {security['runAsUser']}:{security['runAsGroup']}" in lines
     assert f"EXPOSE {container(workers({}))['ports'][0]['containerPort']}" in lines
     assert " wget " in dockerfile.replace("\\\n", " ")  # KubeRay's probes
-    assert 'torch==2.13.0"' in (ROOT / "Makefile").read_text() and "pip install torch==2.13.0" in dockerfile
+    assert "torch==2.13.0\n" in (ROOT / "Makefile").read_text() and "pip install torch==2.13.0" in dockerfile
 
 
 def test_autoscaled_replicas_have_room_and_serve_lets_their_numbers_change() -> None:

@@ -126,13 +126,18 @@ CHANGES: dict[str, Any] = {
     "workers.count": {"count": 10},
     "autoscaling": {"enabled": True, "idleTimeoutSeconds": 9},
     "autoscaling.minWorkers": {"enabled": True, "minWorkers": 1},
-    "autoscaling.maxWorkers": {"enabled": True, "maxWorkers": 8},
+    "autoscaling.maxWorkers": {"enabled": True, "maxWorkers": 8},  # in place of workers.count
     "service": {"port": 80, "annotations": {"a": "b"}, "type": "LoadBalancer"},
     "networkPolicy": {"enabled": False},
     "podAnnotations": {"a": "b"},
     "env": [{"name": "A", "value": "b"}],
     "extraVolumes": [{"name": "a", "emptyDir": {}}],
     "extraVolumeMounts": None,  # not without a volume
+}
+# What another value needs, or does not bear, to do anything.
+WITH: dict[str, dict[str, Any]] = {
+    "autoscaling.maxWorkers": {"workers": {}},
+    "extraVolumes": {"extraVolumeMounts": [{"name": "a", "mountPath": "/a"}]},
 }
 
 
@@ -162,7 +167,8 @@ def restarts() -> dict[str, str]:
     found = {}
     for key, change in CHANGES.items():
         if change is not None:
-            found[key] = restarted(BASE | {key.split(".")[0]: change})
+            also = WITH.get(key, {})
+            found[key] = restarted({**BASE, **also, key.split(".")[0]: change})
     return found | {"extraVolumeMounts": found["extraVolumes"]}
 
 

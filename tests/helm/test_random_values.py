@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config import Config, ConfigError, DeploymentConfig, load
+from cluster.config import Config, ConfigError, DeploymentConfig, check_behind_proxies, load
 from tests.helm.chart import check, ray_service_of
 from tests.helm.paper import faults, server
 
@@ -28,8 +28,11 @@ SPECIAL: dict[str, list[Any]] = {
     "replicas": [None, 1, 2, 5],
     "min_replicas": [0, 1, 2, 4],
     "max_replicas": [None, 1, 2, 3, 6],
-    "cpus_per_rank": [None, 0.25, 0.5, 1, 1.5, 3, 0],
-    "cpus_per_router": [0.25, 0.5, 1, 2.5, 0],
+    "cpus_per_rank": [None, 0.25, "500m", 1, "1.5", 3, 0, "1e0", "0m", "1 CPU"],
+    "cpus_per_router": [0.25, "500m", 1, "2.5", 0, "5u"],
+    "max_body_bytes": [1023, "1023", 1024, "1Ki", "64Mi", "1.5k", "0.5", "1e9", "8MB"],
+    "max_held_bytes": ["1Gi", "1e9", "1Pi", "1E", 512, "512", "many"],
+    "response_store_bytes": [0, "0", "1Gi", "500m", "2.5Ki"],
     "gpus_per_rank": [0.1, 0.3, 0.5, 0.7, 1, 0],
     "drain_s": [0, 0.5, 120, 86400, -1],
     "schedule": [None, "uniform", "offline", "fixed_chunk", "fixed"],
@@ -170,6 +173,7 @@ def test_settings_are_refused_exactly_if_the_server_refuses_them() -> None:
     def all_of(values: dict[str, Any]) -> None:
         try:
             asked: Config | None = load(overrides=as_file(values))
+            check_behind_proxies(asked)
         except ConfigError:
             asked = None
         manifest, message = rendered(values, seen)
@@ -192,8 +196,8 @@ def test_settings_are_refused_exactly_if_the_server_refuses_them() -> None:
 ODD = st.fixed_dictionaries(
     {},
     optional={
-        "cpu": st.sampled_from([1, "5500m", 8, 32, "0.5", "4k", None]),
-        "memory": st.sampled_from(["8Gi", "64Gi", "3000M", "1Ti", "16", None]),
+        "cpu": st.sampled_from([1, "5500m", 8, 32, "0.5", "4k", "1e1", "100u", None]),
+        "memory": st.sampled_from(["8Gi", "64Gi", "3000M", "1Ti", "16", "100e9", 2e11, "1Pi", "500m", None]),
         "rdma/hca": st.sampled_from([1, "2", "500m"]),
     },
 )

@@ -1,9 +1,17 @@
-{{/* A quantity of Kubernetes as a number. */}}
+{{/* A quantity of Kubernetes as a number: cluster/quantity.py has the same grammar, and the schema refuses all else. */}}
 {{- define "shoal.quantity" -}}
 {{- $text := toString . -}}
-{{- $number := regexFind `^[0-9.]+(e\+?[0-9]+)?` $text -}}
-{{- $factors := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 -}}
-{{ mulf (float64 $number) (get $factors (trimPrefix $number $text)) | printf "%.4f" }}
+{{- $number := regexFind `^([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?` $text -}}
+{{- $factors := dict "n" 1e-9 "u" 1e-6 "m" 1e-3 "" 1.0 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 -}}
+{{- range $power, $name := list "Ki" "Mi" "Gi" "Ti" "Pi" "Ei" -}}
+{{- $_ := set $factors $name (index (list 1024.0 1048576.0 1073741824.0 1099511627776.0 1125899906842624.0 1152921504606846976.0) $power) -}}
+{{- end -}}
+{{ mulf (float64 $number) (get $factors (trimPrefix $number $text)) | printf "%.17g" }}
+{{- end }}
+
+{{/* A quantity as a manifest has it. Helm reads 100e9 as a float, and would write 1e+11, which is no number to Kubernetes. */}}
+{{- define "shoal.quantityText" -}}
+{{- if and (kindIs "float64" .) (eq . (floor .)) }}{{ printf "%.0f" . }}{{ else }}{{ toString . }}{{ end -}}
 {{- end }}
 
 {{/*
@@ -18,7 +26,7 @@ worker has room for everything, or, on CPUs, so much is free that some worker al
 {{- $values := .Values -}}
 {{- $models := include "shoal.models" . | fromJsonArray -}}
 {{- $cuda := eq $values.device "cuda" -}}
-{{- $router := $values.config.cpus_per_router | default 1 | float64 -}}
+{{- $router := include "shoal.quantity" ($values.config.cpus_per_router | default 1) | float64 -}}
 {{- $replicas := 0 -}}
 {{- $stages := 0 -}}
 {{- $needed := 0.0 -}}  {{/* CPUs of all stages and control actors */}}

@@ -215,7 +215,7 @@ spec:
         claimName: {{ $claim }}
       {{- else }}
       emptyDir:
-        sizeLimit: {{ $values.cache.size }}
+        sizeLimit: {{ include "shoal.quantityText" $values.cache.size | quote }}
       {{- end }}
     {{- if $ownResponses }}
     - name: responses

@@ -18,6 +18,7 @@ at once), stage (CPUs of a stage's ranks), gpus (GPUs of a stage), share (replic
 {{- if $model.max_replicas }}{{ $near = min $near (int $model.max_replicas) }}{{ end -}}
 {{- $_ := set $model "replicas" (max 1 $near) -}}
 {{- end -}}
+{{- with $model.cpus_per_rank }}{{ $_ := set $model "cpus_per_rank" (include "shoal.quantity" . | float64) }}{{ end -}}
 {{- $_ := set $model "of" (ternary (printf " of %s" $entry.name) "" (hasKey $entry "name")) -}}
 {{- $_ := set $model "most" (int ($model.max_replicas | default $model.replicas)) -}}
 {{- $_ := set $model "stage" (mulf $model.tp ($model.cpus_per_rank | default 1)) -}}
@@ -52,6 +53,9 @@ Replica-{{ regexReplaceAll "[^A-Za-z0-9_.-]" . "-" }}
 {{- range $models -}}
 {{- include "shoal.checkSettings" (dict "root" $ "it" . "of" .of) -}}
 {{- end -}}
+{{- if and .Values.config.require_auth_for_metrics_endpoint (not .Values.apiKey.existingSecret) -}}
+{{- fail "config.require_auth_for_metrics_endpoint needs keys: set apiKey.existingSecret" -}}
+{{- end -}}
 {{- if and .Values.models (not $models) (eq .Values.device "cuda") -}}
 {{- fail "device is cuda, but all models are at other endpoints: GPUs would stand idle, leave device at cpu" -}}
 {{- end -}}
@@ -84,7 +88,7 @@ Replica-{{ regexReplaceAll "[^A-Za-z0-9_.-]" . "-" }}
 {{- end -}}
 {{- range $key := list "gpus_per_rank" "cpus_per_rank" "cpus_per_router" -}}
 {{- with index $it $key -}}
-{{- if lt (float64 .) 0.0001 -}}
+{{- if lt (include "shoal.quantity" . | float64) 0.0001 -}}
 {{- fail (printf "%s is %v%s: Ray counts in ten thousandths" $key . $of) -}}
 {{- end -}}
 {{- end -}}

@@ -19,6 +19,7 @@ Refuses values with which pods would never be made, never start, or not hold wha
 {{- if gt (include "shoal.drainSeconds" .root | float64) 86400.0 -}}
 {{- fail (printf "config.drain_s is %v: no pod may take longer than a day (86400) to end" $values.config.drain_s) -}}
 {{- end -}}
+{{- include "shoal.checkEffects" .root -}}
 {{- end }}
 
 {{/* Names that a pod must not have twice, and mounts of volumes that there are not. */}}
@@ -74,6 +75,12 @@ Refuses values with which pods would never be made, never start, or not hold wha
 {{- if and (contains "/" $name) (ne $amount (floor $amount)) -}}
 {{- fail (printf "%s: %s is %v, and comes in whole numbers only" $at $name $quantity) -}}
 {{- end -}}
+{{- if and (eq $name "cpu") (ne (mulf $amount 1000) (mulf $amount 1000 | floor)) -}}
+{{- fail (printf "%s: cpu is %v, and Kubernetes counts in thousandths (1m)" $at $quantity) -}}
+{{- end -}}
+{{- if and (ne $name "cpu") (not (contains "/" $name)) (regexMatch "[num]$" (toString $quantity)) -}}
+{{- fail (printf "%s: %s is %v: there are no thousandths of a byte" $at $name $quantity) -}}
+{{- end -}}
 {{- if and (eq $name "cpu") (gt $amount 1024.0) -}}
 {{- fail (printf "%s: cpu is %v, more than a node has" $at $quantity) -}}
 {{- end -}}
@@ -101,7 +108,11 @@ Refuses values with which pods would never be made, never start, or not hold wha
 {{- range include "shoal.models" $.root | fromJsonArray -}}
 {{- $needed = addf $needed (get $known .model | default 0) -}}
 {{- end -}}
-{{- if lt (include "shoal.quantity" .size | float64) $needed -}}
+{{- $size := include "shoal.quantity" .size | float64 -}}
+{{- if or (lt $size 1.0) (regexMatch "[num]$" (toString .size)) -}}
+{{- fail (printf "cache.size is %v: a size is in whole bytes, as 20Gi" .size) -}}
+{{- end -}}
+{{- if and (not .existingClaim) (lt $size $needed) -}}
 {{- fail (printf "cache.size is %v, and the models need %d bytes" .size (int64 $needed)) -}}
 {{- end -}}
 {{- end -}}
@@ -143,8 +154,8 @@ resource's name), gpus. */}}
 {{- define "shoal.resources" -}}
 {{- $limits := dict -}}
 {{- $requests := dict -}}
-{{- range $name, $quantity := (.it | default dict).limits }}{{ if not (kindIs "invalid" $quantity) }}{{ $_ := set $limits $name $quantity }}{{ end }}{{ end -}}
-{{- range $name, $quantity := (.it | default dict).requests }}{{ if not (kindIs "invalid" $quantity) }}{{ $_ := set $requests $name $quantity }}{{ end }}{{ end -}}
+{{- range $name, $quantity := (.it | default dict).limits }}{{ if not (kindIs "invalid" $quantity) }}{{ $_ := set $limits $name (include "shoal.quantityText" $quantity) }}{{ end }}{{ end -}}
+{{- range $name, $quantity := (.it | default dict).requests }}{{ if not (kindIs "invalid" $quantity) }}{{ $_ := set $requests $name (include "shoal.quantityText" $quantity) }}{{ end }}{{ end -}}
 {{- range $name, $quantity := merge (dict) $limits $requests -}}
 {{- if regexMatch "(^|[./-])gpu($|[./-])|/mig-" $name -}}
 {{- fail (printf "resources: %s: GPUs are given by workers.gpuResource and workers.gpusPerWorker" $name) -}}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.chat.chat_template import ChatTemplate
 from router.chat.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
 from router.generation import Answer
-from router.prepare.prepared_request import PreparedRequest, chat_job, completion_job
+from router.prepare.prepared_request import PreparedRequest, prepare_chat, prepare_completion
 from router.text.output_text import Piece
 from router.text.tokenizer import Tokenizer
 from router.wire.requests import ChatRequest, CompletionRequest
@@ -37,7 +37,7 @@ def thinker(byte_level_tokenizer_maker: Callable[[], tokenizers.Tokenizer]) -> T
 def prepared(tokenizer: Tokenizer, **fields: Any) -> PreparedRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]} | fields
     request = msgspec.convert(body, ChatRequest)
-    return chat_job(request, tokenizer.output_format("auto", "auto"), tokenizer, 4096, 8, 0.0)
+    return prepare_chat(request, tokenizer.output_format("auto", "auto"), tokenizer, 4096, 8, 0.0)
 
 
 def answered(
@@ -251,8 +251,8 @@ def test_json_of_completions(thinker: Tokenizer) -> None:
         {"model": "m", "prompt": "a", "guided_json": {"type": "object"}, "stop": "}", "max_tokens": 50},
         CompletionRequest,
     )
-    job = completion_job(request, thinker, 4096, 8, 0.0)
+    job = prepare_completion(request, thinker, 4096, 8, 0.0)
     deltas, last, _, _ = answered(thinker, job, '{"a": 1}')
     assert (content(deltas), last.finish_reason, last.stop) == ('{"a": 1', "length", "}")
     regex = msgspec.convert({"model": "m", "prompt": "a", "regex": "a+", "stop": "aa"}, CompletionRequest)
-    assert answered(thinker, completion_job(regex, thinker, 4096, 8, 0.0), "aaa")[1].finish_reason == "stop"
+    assert answered(thinker, prepare_completion(regex, thinker, 4096, 8, 0.0), "aaa")[1].finish_reason == "stop"
