@@ -330,7 +330,7 @@ _TOOLS = (
         calls=(
             TaggedCall(
                 begin="<|open|>call tool=",
-                name=re.compile(r'\s*"(?P<name>[^"<>]+)"(?:\s+index="[0-9]+")?\s*'),
+                name=re.compile(r'\s*"(?P<name>[^"]+)"(?:\s+index="[0-9]+")?\s*'),
                 name_end="<|sep|>",
                 key_begin="<|open|>argument key=",
                 key=re.compile(r'\s*"(?P<key>[^"]+)"(?:\s+type="(?P<kind>\w+)")?\s*'),
@@ -338,6 +338,7 @@ _TOOLS = (
                 value_end="<|close|>argument<|sep|>",
                 end="<|close|>call<|sep|>",
                 bare=True,
+                escapes=True,
             ),
         ),
         pieces=("<|open|>", "<|close|>", "<|sep|>"),
@@ -403,7 +404,10 @@ _THINKING = (
         "kimi_k3",
         "<|open|>think<|sep|>",
         "<|close|>think<|sep|>",
-        around=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        around=(
+            *("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+            *("<|open|> response <|sep|>", "<|close|> response <|sep|>", "<|close|> message <|sep|>"),
+        ),
     ),
 )
 TOOLS: Mapping[str, ToolsFormat] = {format.name: format for format in _TOOLS}

@@ -275,6 +275,10 @@ CASES: dict[str, list[Case]] = {
         ("no response", f"<|open|>tools<|sep|>{k3('now')}<|close|>tools<|sep|><|close|>message<|sep|>", [("now", "{}")]),
         ("cut", '<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|open|>argument key="a" type="string"<|sep|>x', [("f", '{"a": "x', "open")]),
         ("cut in a marker of the text", "<|open|>response<|sep|>Hi.<|close|>resp", ["Hi.<|close|>resp"]),
+        ("spaces in the text's markers", "<|open|> response <|sep|>Hi.<|close|> response <|sep|>", ["Hi."]),
+        ("signs in names and keys", k3_answer("", k3("a&lt;b&amp;c", ("x<y", "string", "&lt;"), ("&quot;z&quot;", "number", "1"))), [("a<b&c", {"x<y": "&lt;", '"z"': 1})]),
+        ("a key without end", k3_answer("", k3("f", ("x" * 300, "number", "1"), ("a", "number", "2"))), [("f", {"a": 2}), f'<|open|>argument key="{"x" * 300}" type="number"<|sep|>1<|close|>argument<|sep|>']),
+        ("a name without end", '<|open|>tools<|sep|><|open|>call tool="' + "x" * 300 + '"<|sep|><|close|>call<|sep|>', ['<|open|>tools<|sep|><|open|>call tool="' + "x" * 300 + '"<|sep|><|close|>call<|sep|>']),
     ],
     "gemma4": [
         ("no call", "It rains in Oslo.", ["It rains in Oslo."]),
