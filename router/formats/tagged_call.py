@@ -16,7 +16,7 @@ from worker.formats.syntax import TaggedCall
 
 _STRING = frozenset({"string"})
 _NO_TYPES: frozenset[str] = frozenset()
-_LONGEST_NAME = 256
+_MAX_NAME_CHARS = 256
 _NAME = re.compile(r"[^<>{}]*")
 _KEY = re.compile(r"[^<>]*")
 _ANYTHING: Mapping[str, Any] = {}
@@ -39,7 +39,7 @@ def read_tagged(reader: AnswerReader, syntax: TaggedCall, ends: tuple[str, ...],
 def _name(reader: AnswerReader, syntax: TaggedCall) -> Reading[str | None]:
     source = reader.source
     if syntax.escapes:
-        written = yield from source.up_to(reader.format.marker_set(syntax.name_end), _LONGEST_NAME)
+        written = yield from source.up_to(reader.format.marker_set(syntax.name_end), _MAX_NAME_CHARS)
     else:
         written = yield from source.pattern(_NAME)
     if syntax.name_end:
@@ -48,7 +48,7 @@ def _name(reader: AnswerReader, syntax: TaggedCall) -> Reading[str | None]:
     elif "\n" not in written.lstrip() and not (yield from source.sees(syntax.key_begin, syntax.end)):
         return None
     match = syntax.name.fullmatch(written)
-    if match is None or len(written) > _LONGEST_NAME:
+    if match is None or len(written) > _MAX_NAME_CHARS:
         return None
     return unescape(match["name"]) if syntax.escapes else match["name"]
 
@@ -135,11 +135,11 @@ class _Arguments:
         """The key, the types of its value, and whether the model said itself that it is no string."""
         source, syntax = self._source, self._syntax
         if syntax.escapes:
-            written = yield from source.up_to(self._reader.format.marker_set(syntax.key_end), _LONGEST_NAME)
+            written = yield from source.up_to(self._reader.format.marker_set(syntax.key_end), _MAX_NAME_CHARS)
         else:
             written = yield from source.pattern(_KEY)
         match = syntax.key.fullmatch(written)
-        if syntax.escapes and len(written) > _LONGEST_NAME:
+        if syntax.escapes and len(written) > _MAX_NAME_CHARS:
             return None
         if match is None or not match["key"] or not (yield from source.accept(syntax.key_end)):
             return None
