@@ -270,7 +270,7 @@ _TOOLS = (
         ),
     ),
     _dsml("deepseek_v32", "function_calls", "tool_calls"),
-    _dsml("deepseek_v4", "tool_calls", "function_calls", "toolcalls"),
+    _dsml("deepseek_v4", "tool_calls", "function_calls", "toolcalls", "tool"),
     ToolsFormat(
         "glm45",
         calls=(

@@ -397,6 +397,7 @@ CASES: dict[str, list[Case]] = {
         ("an object", v4_calls(dsml("f", ("a", "false", '{"b": [null, "</x>"]}'))), [("f", {"a": {"b": [None, "</x>"]}})]),
         ("the section of 3.2", dsml_calls(dsml("f")), [("f", "{}")]),
         ("the section in one word", v4_calls(dsml("f")).replace(f"<{DSML}tool_calls>", f"<{DSML}toolcalls>"), [("f", "{}")]),
+        ("half of the section", "I look.\n" + v4_calls(dsml("f")).replace(f"<{DSML}tool_calls>", f"<{DSML}tool>"), ["I look.\n", ("f", "{}")]),
         ("no section, known tools", "I look. " + dsml("weather", ("city", "true", "Oslo")) + dsml("types"), ["I look. ", ("weather", {"city": "Oslo"}), ("types", "{}")]),
         ("no section, unknown tool", dsml("f"), [dsml("f")]),
         ("no beginning of the section", dsml("weather", ("city", "true", "Oslo")) + f"</{DSML}tool_calls>", [("weather", {"city": "Oslo"})]),
