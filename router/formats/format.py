@@ -83,6 +83,11 @@ class OutputFormat:
     def bound_markers(self) -> frozenset[str]:
         return frozenset(marker for marker, _ in self.tokens)
 
+    def tells(self, marker: str) -> bool:
+        """Whether a marker is hardly ever text: it is a token, or has one of the tokens of `pieces` in it."""
+        pieces = self.tools.pieces if self.tools is not None and self.pieces else ()
+        return marker in self.bound_markers or any(piece in marker for piece in pieces)
+
     def marker_set(self, *markers: str) -> "Markers":
         """Markers ready to be searched for. Empty ones are left out."""
         known = self._sets.get(markers)

@@ -9,9 +9,9 @@
 - White space alone between thinking, calls and the end is markup, and is dropped. So are the lines' ends at both ends
   of thinking, and those before the text that follows it; and, where the format says so, white space between text and
   a call.
-- Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer. A token that
-  ends thinking where there is none is no text either.
-- A call may begin in thinking, and then ends it, if the marker is a token.
+- Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer. So it does
+  where its label alone is the first line. A token that ends thinking where there is none is no text either.
+- A call may begin in thinking, and then ends it, if the marker is a token, or begins a section and has one in it.
 - A call without markers may be of any tool where it begins the answer, and elsewhere of a known tool only. So may one
   outside a section, if its own marker tells it from text; the end of a section that did not begin is dropped.
 - Between the beginning of a section and the marker of its first call, what is none is dropped. Where the format says
@@ -169,6 +169,8 @@ class Lexer:
             marks.append(thinking.end)
         if thinking is not None and (self._is_first or thinking.begin in self._reader.format.bound_markers):
             marks.append(thinking.begin)
+        if thinking is not None and thinking.label and self._is_first:
+            marks.append(f"{thinking.label}\n")
         if self._in_section:
             marks += tools.ends
         marks += (call.begin for call in tools.calls if self._in_section or not tools.begin or call.bare)
@@ -180,7 +182,7 @@ class Lexer:
         If not, the source is where it was. Somewhere before that, the text is kept. `may_be_bare`: here, a call without
         markers may be of any tool."""
         source, tools, thinking = self._source, self._tools, self._thinking
-        if thinking is not None and marker == thinking.begin:
+        if thinking is not None and marker in (thinking.begin, f"{thinking.label}\n"):
             before = source.marks.get(source.offset)
             source.at += len(marker)
             source.release()
@@ -237,9 +239,10 @@ class Lexer:
             yield from source.newlines()
         if (yield from source.accept(thinking.label)):
             yield from source.newlines()
-        begins = (*self._tools.begins, *(call.begin for call in self._tools.calls))
-        tokens = dict.fromkeys(mark for mark in begins if mark in reader.format.bound_markers)
-        markers = reader.format.marker_set(thinking.end, *tokens)
+        bound = reader.format.bound_markers
+        tokens = [mark for mark in self._tools.begins if reader.format.tells(mark)]
+        tokens += (call.begin for call in self._tools.calls if call.begin in bound)
+        markers = reader.format.marker_set(thinking.end, *dict.fromkeys(tokens))
         while True:
             at, marker = source.find(markers)
             ended = marker is None and source.ended

@@ -2,13 +2,16 @@
 
 import json
 import re
+from collections.abc import Mapping
 from functools import partial
 from json.encoder import encode_basestring
+from typing import Any
 
+from router.chat.conversation import Tool
 from router.chat.deltas import CallArguments
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
-from router.formats.typed_values import literal, plain
+from router.formats.typed_values import literal, plain, value_types
 from worker.formats.syntax import QuotedCall
 
 _NAME = re.compile(r"[\w.:/-]*")
@@ -16,6 +19,8 @@ _KEY = re.compile(r"[^:,{}\[\]<\"]*")
 _SCALAR = re.compile(r"[^,{}\[\]<\"]*")
 _CLOSES = {"{": "}", "[": "]"}
 _MAX_NAME_CHARS = 256
+_STRING = frozenset({"string"})
+_NO_TYPES: frozenset[str] = frozenset()
 
 
 def read_quoted(reader: AnswerReader, syntax: QuotedCall, ends: tuple[str, ...]) -> Reading[bool]:
@@ -35,7 +40,7 @@ def read_quoted(reader: AnswerReader, syntax: QuotedCall, ends: tuple[str, ...])
     reader.begin(name)
     if first != "{":  # no arguments, or something else than these
         yield from reader.read_arguments(ends)
-    elif not (yield from _QuotedArguments(reader, syntax, ends).read()):
+    elif not (yield from _QuotedArguments(reader, syntax, ends, reader.tools.get(name)).read()):
         if not (yield from reader.read_raw(ends)):
             return True
     else:
@@ -52,8 +57,10 @@ def read_quoted(reader: AnswerReader, syntax: QuotedCall, ends: tuple[str, ...])
 class _QuotedArguments:
     """The arguments of one call while they are read."""
 
-    def __init__(self, reader: AnswerReader, syntax: QuotedCall, ends: tuple[str, ...]) -> None:
+    def __init__(self, reader: AnswerReader, syntax: QuotedCall, ends: tuple[str, ...], tool: Tool | None) -> None:
         self._reader = reader
+        self._parameters: Mapping[str, Any] = {} if tool is None else tool.parameters
+        self._is_string = False  # the parameter whose value comes next has strings only
         self._source = reader.source
         self._quote = syntax.quote
         self._ends = ends
@@ -88,13 +95,14 @@ class _QuotedArguments:
             if not may_follow:
                 return False
             emit("" if has_opened else ", ")
-            if brackets[-1] == "}" and not (yield from self._key()):
+            if brackets[-1] == "}" and not (yield from self._key(is_parameter=len(brackets) == 1)):
                 return False
+            self._is_string &= len(brackets) == 1
             yield from source.space()
 
-    def _key(self) -> Reading[bool]:
+    def _key(self, is_parameter: bool) -> Reading[bool]:
         """Passes on a key and its colon. Keys between quotes are read too. Returns False if there is none, and the
-        source is where it was."""
+        source is where it was. `is_parameter`: it names a parameter of the tool."""
         source = self._source
         start = source.keep()
         key: str | None
@@ -115,6 +123,7 @@ class _QuotedArguments:
             return False
         source.release()
         self._reader.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
+        self._is_string = is_parameter and value_types(self._parameters, key, _NO_TYPES) == _STRING
         return True
 
     def _simple(self) -> Reading[bool]:
@@ -129,8 +138,8 @@ class _QuotedArguments:
         if not value or (source.ended and source.at == len(source.text)):
             reader.arguments(written)
             return False
-        read = plain(value)
-        if read is None:
+        read = plain(value) if not self._is_string else None
+        if read is None and not self._is_string:
             read = literal(value)
         reader.arguments(json.dumps(value, ensure_ascii=False) if read is None else read)
         return True

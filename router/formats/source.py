@@ -123,6 +123,15 @@ class Source:
                 return "".join(parts)
             yield
 
+    def up_to(self, markers: Markers, most: int) -> Reading[str]:
+        """Consumes what comes before one of the markers; if that has more than `most` characters, more than these, or
+        exactly `most` that no marker follows."""
+        while True:
+            at, marker = self.find(markers)
+            if marker is not None or self.ended or at - self.at >= most:
+                return self.take(at)
+            yield
+
     def space(self) -> Reading[str]:
         return self.pattern(_SPACE)
 

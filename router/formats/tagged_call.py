@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import partial
+from html import unescape
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -37,14 +38,19 @@ def read_tagged(reader: AnswerReader, syntax: TaggedCall, ends: tuple[str, ...],
 
 def _name(reader: AnswerReader, syntax: TaggedCall) -> Reading[str | None]:
     source = reader.source
-    written = yield from source.pattern(_NAME)
+    if syntax.escapes:
+        written = yield from source.up_to(reader.format.marker_set(syntax.name_end), _MAX_NAME_CHARS)
+    else:
+        written = yield from source.pattern(_NAME)
     if syntax.name_end:
         if not (yield from source.accept(syntax.name_end)):
             return None
     elif "\n" not in written.lstrip() and not (yield from source.sees(syntax.key_begin, syntax.end)):
         return None
     match = syntax.name.fullmatch(written)
-    return None if match is None or len(written) > _MAX_NAME_CHARS else match["name"]
+    if match is None or len(written) > _MAX_NAME_CHARS:
+        return None
+    return unescape(match["name"]) if syntax.escapes else match["name"]
 
 
 class _Arguments:
@@ -62,9 +68,9 @@ class _Arguments:
         self._count = 0
         self._stray: list[str] = []  # what is no argument
         # An argument that lacks its end ends where a line begins the next one, or ends the call.
-        bound = reader.format.bound_markers
-        self._bare_ends = tuple(mark for mark in (syntax.key_begin, syntax.end) if mark in bound)
-        line_ends = (f"\n{mark}" for mark in (syntax.key_begin, syntax.end) if mark not in bound)
+        ends_of_value = (syntax.key_begin, syntax.end)
+        self._bare_ends = tuple(mark for mark in ends_of_value if reader.format.tells(mark))
+        line_ends = (f"\n{mark}" for mark in ends_of_value if mark not in self._bare_ends)
         self._value_ends = reader.format.marker_set(syntax.value_end, *self._bare_ends, *line_ends)
         self._not_plain = self._value_ends.firsts_and_escapes
         self._expected = (syntax.key_begin, *ends)
@@ -128,8 +134,13 @@ class _Arguments:
     def _key(self) -> Reading[tuple[str, frozenset[str], bool] | None]:
         """The key, the types of its value, and whether the model said itself that it is no string."""
         source, syntax = self._source, self._syntax
-        written = yield from source.pattern(_KEY)
+        if syntax.escapes:
+            written = yield from source.up_to(self._reader.format.marker_set(syntax.key_end), _MAX_NAME_CHARS)
+        else:
+            written = yield from source.pattern(_KEY)
         match = syntax.key.fullmatch(written)
+        if syntax.escapes and len(written) > _MAX_NAME_CHARS:
+            return None
         if match is None or not match["key"] or not (yield from source.accept(syntax.key_end)):
             return None
         if syntax.value_begin:
@@ -137,11 +148,12 @@ class _Arguments:
             if not (yield from source.accept(syntax.value_begin)):
                 return None
         kind = match.groupdict().get("kind")
-        types = value_types(self._schema, match["key"])
+        name = unescape(match["key"]) if syntax.escapes else match["key"]
+        types = value_types(self._schema, name)
         is_string = kind in ("true", "string")
         if is_string and "string" in types:
             types = _STRING
-        return match["key"], types, kind is not None and not is_string
+        return name, types, kind is not None and not is_string
 
     def _value(self, key: str, types: frozenset[str], is_json: bool) -> Reading[bool]:
         """Passes a value on. Returns False if the text ended before it did."""

@@ -27,12 +27,12 @@ _DEEPSEEK_CALL_BEGIN, _DEEPSEEK_CALL_END = f"<{_BAR}tool▁call▁begin{_BAR}>",
 _DEEPSEEK_SEPARATOR = f"<{_BAR}tool▁sep{_BAR}>"
 
 
-def _dsml(name: str, section: str, other: str) -> ToolsFormat:
+def _dsml(name: str, section: str, *others: str) -> ToolsFormat:
     return ToolsFormat(
         name,
         begin=f"<{_DSML}{section}>",
         end=f"</{_DSML}{section}>",
-        others=((f"<{_DSML}{other}>", f"</{_DSML}{other}>"),),
+        others=tuple((f"<{_DSML}{each}>", f"</{_DSML}{each}>") for each in others),
         calls=(
             TaggedCall(
                 begin=f"<{_DSML}invoke name=",
@@ -270,7 +270,7 @@ _TOOLS = (
         ),
     ),
     _dsml("deepseek_v32", "function_calls", "tool_calls"),
-    _dsml("deepseek_v4", "tool_calls", "function_calls"),
+    _dsml("deepseek_v4", "tool_calls", "function_calls", "toolcalls", "tool"),
     ToolsFormat(
         "glm45",
         calls=(
@@ -330,7 +330,7 @@ _TOOLS = (
         calls=(
             TaggedCall(
                 begin="<|open|>call tool=",
-                name=re.compile(r'\s*"(?P<name>[^"<>]+)"(?:\s+index="[0-9]+")?\s*'),
+                name=re.compile(r'\s*"(?P<name>[^"]+)"(?:\s+index="[0-9]+")?\s*'),
                 name_end="<|sep|>",
                 key_begin="<|open|>argument key=",
                 key=re.compile(r'\s*"(?P<key>[^"]+)"(?:\s+type="(?P<kind>\w+)")?\s*'),
@@ -338,6 +338,7 @@ _TOOLS = (
                 value_end="<|close|>argument<|sep|>",
                 end="<|close|>call<|sep|>",
                 bare=True,
+                escapes=True,
             ),
         ),
         pieces=("<|open|>", "<|close|>", "<|sep|>"),
@@ -403,7 +404,10 @@ _THINKING = (
         "kimi_k3",
         "<|open|>think<|sep|>",
         "<|close|>think<|sep|>",
-        around=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        around=(
+            *("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+            *("<|open|> response <|sep|>", "<|close|> response <|sep|>", "<|close|> message <|sep|>"),
+        ),
     ),
 )
 TOOLS: Mapping[str, ToolsFormat] = {format.name: format for format in _TOOLS}

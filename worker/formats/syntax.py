@@ -134,6 +134,7 @@ class TaggedCall:
     | `value_begin` | stands between `key_end` and the value; nothing if empty |
     | `value_end` | ends a value |
     | `trims` | a line's end at the start and the end of a value is not part of it |
+    | `escapes` | names and keys may have any character: some are escaped as in XML |
     | `bare` | calls of known tools count outside a section too |
 
     The group `kind` is "true" or "string" where the model says that the value is a string; otherwise the value is JSON.
@@ -149,6 +150,7 @@ class TaggedCall:
     name: re.Pattern[str] = re.compile(r"\s*(?P<name>[^\s<>\"'=]+)\s*")
     key: re.Pattern[str] = re.compile(r"\s*(?P<key>[^<>]*?)\s*")
     trims: bool = False
+    escapes: bool = False
     bare: bool = False
     list_end: str = ""
     separators: tuple[str, ...] = ()

@@ -86,7 +86,7 @@ def written(format: ToolsFormat, way: CallStyle) -> CallFormat:
     made = CallFormat(before, between, after, opening, way.separator, closing, arguments, bare=not way.marked)
     if not way.between_marks:
         return made
-    text_begin, text_end, last = THINKING[format.thinking].around
+    text_begin, text_end, last = THINKING[format.thinking].around[:3]
     return replace(made, around=(text_begin, text_end), last=(last,))
 
 

@@ -65,6 +65,8 @@ def answer(seed: int) -> Answer:
     format = named(name, None if name == HARMONY else rng.choice((None, "qwen3", "mistral")))
     share = rng.choice((0.0, 0.5, 1.0))
     chosen = {marker: 100 + n for n, marker in enumerate(format.markers) if rng.random() < share}
+    pieces = format.tools.pieces if format.tools is not None else ()
+    chosen |= {piece: 200 + n for n, piece in enumerate(pieces) if rng.random() < share}
     format = format.bound(chosen.get)
     made = _Channels(rng, format) if name == HARMONY else _Tags(rng, format)
     made.make()

@@ -15,7 +15,7 @@ from router.formats.choice import detect, named
 from router.formats.format import OutputFormat
 from router.formats.lexer import Lexer
 from tests.router.formats import answers
-from tests.router.formats.cases import CALLS, CASES, Case, v31
+from tests.router.formats.cases import CALLS, CASES, DSML, Case, dsml, v4_calls, v31
 from worker.formats.families import HARMONY, TOOLS
 
 ANSWERS = int(os.environ.get("SHOAL_FUZZ_ANSWERS", "600"))  # that are generated for the property test
@@ -228,6 +228,19 @@ def test_the_ids_of_markers() -> None:
     assert TOKENS.marker_ids == {1, 2, 3, 4}
     assert dsml.marker_ids == {9}
     assert dsml.bound_markers == frozenset()
+
+
+def test_a_marker_with_a_token_in_it_is_hardly_ever_text() -> None:
+    v4 = named("deepseek_v4", "deepseek_r1").bound({"\uff5cDSML\uff5c": 9}.get)
+    call = v4_calls(dsml("weather", ("city", "true", "Oslo")))
+    called = ["weather", '{"city": "Oslo"}', ""]
+    assert told(every_way(v4, f"Hm.\n\n{call}", thinks=True)) == [("thinking", "Hm."), called]
+    drafted = dsml("types", ("int", "false", "1"))
+    assert told(every_way(v4, f"Or {drafted}?</think>{call}", thinks=True)) == [("thinking", f"Or {drafted}?"), called]
+    unended = dsml("weather", ("city", "true", "Oslo "), ("days", "false", "3")).replace(f"</{DSML}parameter>\n", "", 1)
+    assert told(every_way(v4, unended)) == [["weather", '{"city": "Oslo ", "days": 3}', ""]]
+    spelled = named("deepseek_v4", "deepseek_r1").bound({}.get)
+    assert told(every_way(spelled, f"Hm.{call}", thinks=True)) == [("thinking", f"Hm.{call}")]
 
 
 def test_an_unended_call_ends_where_a_token_begins_another() -> None:
