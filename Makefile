@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TORCH  := torch==2.13.0
+LOCKS  := requirements.lock requirements.dev.lock
 # Tests on all cores: each process begins with a part of its own, so that a server or model that a module shares is
 # made once. With threads for all cores in each process, their products wait for each other, and take twice as long.
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
@@ -16,7 +18,7 @@ SAYS = 2>&1 | sed --unbuffered 's/^/$@  /'
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test quick test-kernels test-bench nightly fuzz soak rehearse mutants env lint types check-docs
-.PHONY: model computing serving helm-test lock clean
+.PHONY: model computing serving helm-test lock wheelhouse clean
 
 serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 	@exec $(BIN)/shoal serve $(ARGS)
@@ -60,15 +62,16 @@ env: $(STAMP)
 
 # torch first and by itself: every later step finds it there and leaves it alone. What installers print is noise as long
 # as they succeed, and would hide what the server says after it.
-$(STAMP): pyproject.toml requirements.lock
+$(STAMP): pyproject.toml requirements.lock requirements.dev.lock
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	"Shoal needs Python 3.11 or 3.12, and this is " + sys.version.split()[0] + ": make PYTHON=python3.12, for example")'
 	@echo "Making the environment in $(VENV): once, and it takes some minutes"
 	@mkdir -p $(VENV)
 	@{ { test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); } \
 	&& $(BIN)/python -m pip install --upgrade "pip>=24" \
-	&& $(BIN)/python -m pip install "torch==2.13.0" \
-	&& $(BIN)/python -m pip install --constraint requirements.lock --editable ".[dev]"; \
+	&& $(BIN)/python -m pip install $(TORCH) \
+	&& $(BIN)/python -m pip install --require-hashes --no-deps $(LOCKS:%=--requirement %) \
+	&& $(BIN)/python -m pip install --no-deps --no-build-isolation --editable .; \
 	} > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log >&2; exit 1; }
 	@touch $@
 
@@ -96,9 +99,12 @@ model: env
 helm-test: env  ## lint, render and validate the chart
 	$(BIN)/python helm/check.py
 
-lock:  ## after a change of dependencies: pin all that is installed, and what the extra gpu would bring
-	$(BIN)/python .ci/lock.py > $(VENV)/requirements.lock
-	@mv $(VENV)/requirements.lock requirements.lock
+lock: env  ## after a change of dependencies: their versions and checksums; ARGS=--upgrade takes the newest
+	$(BIN)/python .ci/lock.py $(ARGS)
+
+wheelhouse: env  ## the folder wheelhouse, from which PIP_NO_INDEX=1 PIP_FIND_LINKS=$PWD/wheelhouse make env installs
+	$(BIN)/python -m pip download --dest wheelhouse "pip>=24" $(TORCH)
+	$(BIN)/python -m pip download --dest wheelhouse --require-hashes --no-deps $(LOCKS:%=--requirement %)
 
 clean:
 	rm -rf $(VENV) .helm-bin .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,40 +1,65 @@
-"""`make lock`: prints requirements.lock, exact versions of all that Shoal and its extras bring; torch comes before.
+"""`make lock`: writes the locks, exact versions with the checksums of all their files.
 
-What is installed is pinned as it is. What the extra `gpu` would bring besides is asked of pip, which installs nothing
-for it: a machine without a GPU pins it all the same.
+| file | what |
+| --- | --- |
+| `requirements.lock` | what Shoal needs on every machine |
+| `requirements.dev.lock` | what its tests need besides |
+| `requirements.gpu.lock` | what a machine with a GPU needs besides |
+
+torch is in none: its builds for CPUs and for CUDA have the same version and other files. A version that is pinned stays
+unless pyproject.toml, or `--upgrade`, asks for another.
 """
 
-import importlib.metadata
-import json
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+UV = "uv==0.13.9"
+ROOT = Path(__file__).resolve().parents[1]
+BASE = "requirements.lock"
+EXTRAS = {"dev": "requirements.dev.lock", "gpu": "requirements.gpu.lock"}
+COMPILE = "pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes --no-annotate".split()
 
 
 def main() -> None:
-    """Raises CalledProcessError with pip's words above it."""
-    installed = _pip("freeze", "--exclude-editable", "--exclude", "torch").splitlines()
-    print("\n".join(sorted({*installed, *_of_gpu(installed)}, key=lambda pin: pin.split("==")[0].lower())))
+    """Raises CalledProcessError with the words of pip or uv above it."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, UV], check=True)
+        before = {name: pins((ROOT / name).read_text()) for name in (BASE, *EXTRAS.values())}
+        versions = Path(folder) / "versions"
+        versions.write_text("" if "--upgrade" in sys.argv else "\n".join(set().union(*before.values())))
+        base = compiled(folder, versions)
+        versions.write_text("\n".join({*versions.read_text().splitlines(), *base}))
+        (ROOT / BASE).write_text(text(base))
+        for extra, name in EXTRAS.items():
+            whole = compiled(folder, versions, "--extra", extra)
+            (ROOT / name).write_text(text({pin: hashes for pin, hashes in whole.items() if pin not in base}))
 
 
-def _of_gpu(installed: list[str]) -> list[str]:
-    """What pip would install for the extra `gpu` beside `installed` and this very torch."""
-    wanted = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]["gpu"]
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        constraints.write("\n".join([*installed, f"torch=={importlib.metadata.version('torch')}"]))
-        constraints.flush()
-        report = _pip("install", "--quiet", "--dry-run", "--report", "-", "--constraint", constraints.name, *wanted)
-    found = [entry["metadata"] for entry in json.loads(report)["install"]]
-    return [f"{metadata['name']}=={metadata['version']}" for metadata in found]
+def compiled(folder: str, versions: Path, *arguments: str) -> dict[str, str]:
+    """The hashes of each pin, as pip reads them."""
+    command = [f"{folder}/bin/uv", *COMPILE, "--no-header", "--no-emit-package", "torch", *arguments]
+    done = subprocess.run([*command, "--constraint", versions], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return pins(done.stdout)
 
 
-def _pip(*arguments: str) -> str:
-    return subprocess.run([*PIP, *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout
+def pins(lock: str) -> dict[str, str]:
+    """Every requirement of a lock, with its marker, and its hashes."""
+    found = {}
+    for entry in lock.replace("\\\n", " ").splitlines():
+        if entry and not entry.startswith("#"):
+            pin, *hashes = entry.split("--hash=")
+            found[pin.strip()] = " ".join(part.strip() for part in hashes)
+    return found
+
+
+def text(found: dict[str, str]) -> str:
+    """A lock: what `pins` reads."""
+    lines = ["# Made by `make lock`."]
+    for pin, hashes in found.items():
+        lines.append(" \\\n    ".join([pin, *(f"--hash={part}" for part in hashes.split())]))
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from router.metrics.metrics import Metrics
 from router.service import Service
 from worker.folders import cache_folder
 
-UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
+UNLIMITED_REQUESTS = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
 )
@@ -146,7 +146,7 @@ def _routers(
         name=router_deployment(config, node),
         num_replicas=config.num_routers,
         ray_actor_options=actor,
-        max_ongoing_requests=UNLIMITED,
+        max_ongoing_requests=UNLIMITED_REQUESTS,
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=HEALTH_ANSWER_S,
         max_surge_percent=1,  # one at a time, before one of another version goes

@@ -30,7 +30,7 @@ from router.http.listener import bind
 CPU_KV_FRACTION = 0.25  # of the memory that is free, for the KV caches of all replicas together
 OBJECT_STORE_BYTES = 200 << 20  # no tensor and no token goes through it
 MEMORY_BYTES = 1 << 30  # a number that nothing depends on; Ray's own measure is wrong on some machines
-MOST_CPUS = 1024  # logical ones, for a server that may grow: only GPUs and memory limit it
+MAX_CPUS = 1024  # logical ones, for a server that may grow: only GPUs and memory limit it
 WATCH_S = 2.0  # between looks at Ray's processes
 END_S = 3.0  # how long Ray may take to end its processes, before they are killed
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
@@ -171,7 +171,7 @@ def start(config: Config, folder: Path, grows: bool = False) -> None:
     without_gpus = all(deployment.device == "cpu" for deployment in config.deployments)
     ray.init(
         address="local",  # a new one, even where RAY_ADDRESS or another Ray on this machine exists
-        num_cpus=max(MOST_CPUS, math.ceil(cpus)) if grows else math.ceil(cpus),
+        num_cpus=max(MAX_CPUS, math.ceil(cpus)) if grows else math.ceil(cpus),
         num_gpus=0 if without_gpus else None,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,

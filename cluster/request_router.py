@@ -34,7 +34,7 @@ from router.wire.errors import NoReplica
 # How long a request that finds no replica waits before it looks again, if no connection changes: at first, and at most.
 # Thousands may wait, and every look costs.
 RETRY_S = 0.1
-MOST_RETRY_S = 2.0
+MAX_RETRY_S = 2.0
 
 Listener = Callable[[dict[str, dict[str, Any]]], None]
 """Called with the metadata of all running replicas of a deployment, by replica id, whenever it may have changed."""
@@ -129,7 +129,7 @@ class ServePlacer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(retry_s):
                     await self._connections.changed()
-            retry_s = min(2 * retry_s, MOST_RETRY_S)
+            retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     async def _pick(self, ask: Ask) -> str:
         async with self._handle.choose_replica(ask, _reserve=False) as selection:

@@ -9,10 +9,9 @@ from router.fleet.demand import Demand
 
 # One replica fewer is enough if each of the others would have at most this part of what it can do. With the mean load
 # higher, bursts wait, and what was taken away comes back.
-MOST_BUSY = 0.6
-AT_ONCE = (
-    2  # the most that the number is multiplied by at once: the wait says little of how long a long queue will last
-)
+MAX_BUSY_SHARE = 0.6
+# The number is multiplied by this much at once: the wait says little of how long a long queue will last.
+MAX_GROWTH = 2
 
 Reason = Literal["steady", "bounds", "request", "queue", "idle"]
 
@@ -71,7 +70,7 @@ def wanted(scaling: Scaling, number: int, demand: Demand, trend: Trend, elapsed_
         return (Wanted(1, "request") if demand.waiting else Wanted(0, "steady")), Trend()
     trend = _continued(scaling, number, demand, trend, elapsed_s)
     if trend.late_s >= scaling.target_wait_s and demand.ready >= number < scaling.max_replicas:
-        more = min(math.ceil(number * demand.wait_s / scaling.target_wait_s), AT_ONCE * number, scaling.max_replicas)
+        more = min(math.ceil(number * demand.wait_s / scaling.target_wait_s), MAX_GROWTH * number, scaling.max_replicas)
         return Wanted(max(number + 1, more), "queue"), Trend()
     if trend.fits_s >= scaling.downscale_delay_s and number > scaling.min_replicas:
         return Wanted(number - 1, "idle"), replace(trend, fits_s=0.0)
@@ -84,6 +83,6 @@ def _continued(scaling: Scaling, number: int, demand: Demand, trend: Trend, elap
     load = demand.load if trend.load is None else trend.load + newest * (demand.load - trend.load)
     is_late = demand.wait_s > scaling.target_wait_s
     # The last one must have been there: a start may take longer than the delay.
-    fits = (demand.is_idle and demand.ready > 0) if number == 1 else load <= MOST_BUSY * (number - 1)
+    fits = (demand.is_idle and demand.ready > 0) if number == 1 else load <= MAX_BUSY_SHARE * (number - 1)
     fits = fits and not demand.waiting and demand.wait_s <= scaling.target_wait_s / 2
     return Trend(load, trend.late_s + elapsed_s if is_late else 0.0, trend.fits_s + elapsed_s if fits else 0.0)

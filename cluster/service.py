@@ -22,7 +22,7 @@ from worker.models.end_tokens import eos_token_ids
 
 log = logging.getLogger(__name__)
 
-UNKNOWN_CONTEXT = 1 << 20  # tokens: for a model whose files name no limit, until a replica has said its own
+UNKNOWN_CONTEXT_TOKENS = 1 << 20  # tokens: for a model whose files name no limit, until a replica has said its own
 
 
 def open_service(
@@ -59,7 +59,7 @@ def open_service(
         fleet,
         model_metrics,
         model=config.name,
-        context_length=config.context_length or context_length(folder) or UNKNOWN_CONTEXT,
+        context_length=config.context_length or context_length(folder) or UNKNOWN_CONTEXT_TOKENS,
         defaults=defaults,
         output_format=output_format,
         config=config,

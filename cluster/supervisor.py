@@ -45,7 +45,7 @@ FOLDER = ".shoal"  # of the supervisor, in the home folder
 UNIT = "shoal.service"
 CRON = "@reboot {python} -m cluster.supervisor run < /dev/null > /dev/null 2>&1  # shoal"
 LOOK_S = 1.0
-FIRST_WAIT_S, MOST_WAIT_S = 1.0, 30.0  # before something that has ended starts again: doubled each time
+FIRST_WAIT_S, MAX_WAIT_S = 1.0, 30.0  # before something that has ended starts again: doubled each time
 POLL_S = 0.2
 STEADY_S = 60.0  # what has run this long has started well
 UP_S = 330.0  # that Ray may take to start
@@ -256,7 +256,7 @@ class _Turn:
         now = time.monotonic()
         if now < self._next_s:
             return False
-        self._next_s, self._wait_s = now + self._wait_s, min(2 * self._wait_s, MOST_WAIT_S)
+        self._next_s, self._wait_s = now + self._wait_s, min(2 * self._wait_s, MAX_WAIT_S)
         return True
 
     def runs(self) -> None:

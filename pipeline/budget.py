@@ -9,13 +9,13 @@ from pipeline.chunk import chunk_tokens, tokens_within
 from pipeline.cost import CostModel, slowest_s
 from pipeline.shape import TILE, BatchShape
 
-UNLIMITED = 1 << 40
+UNLIMITED_TOKENS = 1 << 40
 
 
 class Budget:
     """The limits of one micro-batch, and its content so far (`shape`)."""
 
-    def __init__(self, tokens: int, *, prompt_tokens: int = UNLIMITED, decodes: int = UNLIMITED) -> None:
+    def __init__(self, tokens: int, *, prompt_tokens: int = UNLIMITED_TOKENS, decodes: int = UNLIMITED_TOKENS) -> None:
         """`tokens`: limit of all tokens. `prompt_tokens`: limit of the tokens in chunks longer than one. `decodes`:
         limit of sequences with a single token."""
         self.tokens_left = tokens
@@ -88,14 +88,14 @@ class EvenDecodes(Budget):
     """Decodes alone, spread evenly over the micro-batches in flight.
 
     The decodes that have returned are sent again as they are. The exception: if leaving some for the next micro-batch
-    makes the costliest micro-batch cheaper by more than the fraction `WORTH`, then as many go as cost about what the
+    makes the costliest micro-batch cheaper by more than the fraction `MIN_GAIN`, then as many go as cost about what the
     other micro-batches do.
 
     Simulated on 70B in four stages, all that have returned going at once instead: TBT P50 +16% (long prompts), 3% fewer
     tokens a second (1,024 sequences running).
     """
 
-    WORTH = 0.005  # a tolerance: decodes would wait for gains that are none, within the same CUDA graph
+    MIN_GAIN = 0.005  # a tolerance: decodes would wait for gains that are none, within the same CUDA graph
 
     def __init__(
         self, tokens: int, models: Sequence[CostModel], decoding: int, context: int, in_flight: int, unbuilt: int
@@ -123,15 +123,15 @@ class EvenDecodes(Budget):
             return self._predict(each, (self._context - int(sums[count - 1]) + rest) * each // max(1, rest))
 
         now_s = own_s(most)
-        if now_s <= other_s(most) * (1 + self.WORTH):
+        if now_s <= other_s(most) * (1 + self.MIN_GAIN):
             return most  # sending fewer would only make the others costlier
         # The fewest that cost no less than the others: if every micro-batch took fewer, some would never go.
         best = bisect_left(range(1, most), True, key=lambda count: own_s(count) >= other_s(count)) + 1
         best_s = own_s(best)
-        if best > 1 and other_s(best - 1) * (1 + self.WORTH) < best_s:  # the last one begins a larger graph
+        if best > 1 and other_s(best - 1) * (1 + self.MIN_GAIN) < best_s:  # the last one begins a larger graph
             best -= 1
             best_s = other_s(best)
-        return best if best_s * (1 + self.WORTH) < now_s else most
+        return best if best_s * (1 + self.MIN_GAIN) < now_s else most
 
     def _predict(self, decodes: int, context: int) -> float:
         return slowest_s(self._models, BatchShape.decoding(decodes, context))

@@ -137,12 +137,12 @@ class CostModel:
     without each.
     """
 
-    HALF_LIFE = 1024  # observations after which the weight of an observation has halved
+    HALF_LIFE_STEPS = 1024  # observations after which the weight of an observation has halved
     PRIOR_WEIGHT = 0.02  # of a typical shape; that of a new observation is 1
-    REFIT_EVERY = 128
+    REFIT_EVERY_STEPS = 128
     FIRST_FITS = (8, 16, 32, 64)
-    FAR_OFF, FAR_OFF_STEPS = 0.05, 16  # median error of the newest steps, their number
-    RECENT = 256
+    FAR_OFF_ERROR, FAR_OFF_STEPS = 0.05, 16  # median error of the newest steps, their number
+    RECENT_STEPS = 256
 
     def __init__(
         self,
@@ -171,10 +171,10 @@ class CostModel:
         self._fitted_at = 0
         # Of the newest observations, each before it was learned from: relative errors of the scaled prior, of the fit
         # and of the model's prediction; the ratio of the measured time to the prior.
-        self._prior_errors: deque[float] = deque(maxlen=self.RECENT)
-        self._fit_errors: deque[float] = deque(maxlen=self.RECENT)
-        self._errors: deque[float] = deque(maxlen=self.RECENT)
-        self._ratios: deque[float] = deque(maxlen=self.RECENT)
+        self._prior_errors: deque[float] = deque(maxlen=self.RECENT_STEPS)
+        self._fit_errors: deque[float] = deque(maxlen=self.RECENT_STEPS)
+        self._errors: deque[float] = deque(maxlen=self.RECENT_STEPS)
+        self._ratios: deque[float] = deque(maxlen=self.RECENT_STEPS)
         self.coefficients = self._prior
 
     @property
@@ -199,7 +199,7 @@ class CostModel:
         self.num_observed += 1
         row = features(shape, self.rows.padded(shape))
         self._window.add(self.num_observed, seconds, row)
-        due = self.num_observed in self.FIRST_FITS or (self.num_observed + self._turn) % self.REFIT_EVERY == 0
+        due = self.num_observed in self.FIRST_FITS or (self.num_observed + self._turn) % self.REFIT_EVERY_STEPS == 0
         if due or self._is_far_off():
             self._refit()
 
@@ -213,7 +213,7 @@ class CostModel:
         if self.num_observed < self._fitted_at + 2 * steps:  # fits take time
             return False
         newest = statistics.median(islice(reversed(self._errors), steps))
-        return newest > self.FAR_OFF and newest > 2 * self.error()
+        return newest > self.FAR_OFF_ERROR and newest > 2 * self.error()
 
     def _refit(self) -> None:
         rows = self._window.rows()
@@ -221,7 +221,7 @@ class CostModel:
         seconds = np.array([measured for _, measured, _ in rows])
         observed = np.array([row for _, _, row in rows])
         self._prior_scale = float(np.median(self._ratios))
-        weights = 0.5 ** ((self.num_observed - numbers) / self.HALF_LIFE)
+        weights = 0.5 ** ((self.num_observed - numbers) / self.HALF_LIFE_STEPS)
         self._fitted = Coefficients(
             robust_fit(
                 np.concatenate([observed, self._grid]),
@@ -230,7 +230,7 @@ class CostModel:
             ),
             self.rows,
         )
-        recent = min(len(self._fit_errors), self.REFIT_EVERY)
+        recent = min(len(self._fit_errors), self.REFIT_EVERY_STEPS)
         fit = np.median(list(self._fit_errors)[-recent:]) if recent else 0.0
         prior = np.median(list(self._prior_errors)[-recent:]) if recent else 1.0
         self.coefficients = self._fitted if fit <= prior else self._prior.scaled(self._prior_scale)

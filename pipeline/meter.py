@@ -61,7 +61,7 @@ CAUSES = (
     "prefill_beside_decode",
     "unequal_context",
 )
-KEPT = 4096  # micro-batches in a trace
+MAX_TRACED_BATCHES = 4096  # micro-batches in a trace
 
 
 class Span(NamedTuple):
@@ -120,7 +120,7 @@ class Meter:
         self._under_way = 0
         self._nothing: tuple[float, str] | None = None
         self._open: dict[int, _Batch] = {}  # by step, in their order
-        self._done: deque[_Batch] = deque(maxlen=KEPT)
+        self._done: deque[_Batch] = deque(maxlen=MAX_TRACED_BATCHES)
 
     def planned(self, step: int, at_s: float, shape: BatchShape, decode_s: float, after: int | None = None) -> None:
         """Records that a micro-batch is sent. Steps ascend.
@@ -333,7 +333,7 @@ class Meter:
 
     # ------------------------------------------------------------ a trace
 
-    def trace(self, newest: int = KEPT) -> dict[str, Any]:
+    def trace(self, newest: int = MAX_TRACED_BATCHES) -> dict[str, Any]:
         """The `newest` micro-batches in the Trace Event Format, which Perfetto opens. A process for each stage, with
         one thread for computing and one for waiting."""
         events: list[dict[str, Any]] = []

@@ -88,4 +88,4 @@ class StageBalancedOffline(_SpreadPrompts, StageBalanced):
     def _fill(self, view: SchedulerView) -> Budget:
         if (shape := self._typical(view, self._in_flight(view))) is None:
             return super()._fill(view)
-        return self._timed(shape.tokens, self._predict(shape) * self.SLACK)
+        return self._timed(shape.tokens, self._predict(shape) * self.MAX_CONTEXT_FACTOR)

@@ -13,7 +13,7 @@ from pipeline.shape import BatchShape
 # Largest step that is a CUDA graph. A larger step computes for longer than its kernels take to launch one by one, and
 # then they may be faster kernels: on an H200 a step of 385 tokens of an 8B model took 16.8 ms as a graph, 15.9 ms
 # without.
-MOST_TOKENS = 256
+MAX_GRAPH_TOKENS = 256
 
 
 def decode_sizes(most: int) -> list[int]:
@@ -51,7 +51,7 @@ class PaddedSizes:
     @classmethod
     def of_graphs(cls, max_running: int, token_budget: int) -> "PaddedSizes":
         """The sizes on a GPU with `max_running` slots and at most `token_budget` tokens in a step."""
-        return cls(decode_sizes(max_running), token_sizes(min(MOST_TOKENS, token_budget)))
+        return cls(decode_sizes(max_running), token_sizes(min(MAX_GRAPH_TOKENS, token_budget)))
 
     def padded(self, shape: BatchShape) -> int:
         """Rows of a step."""

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-HUBER = 1.345  # standard deviations beyond which residuals count linearly (95% efficient for normal noise)
-ROUNDS = 4
+HUBER_DEVIATIONS = 1.345  # standard deviations beyond which residuals count linearly (95% efficient for normal noise)
+NUM_ROUNDS = 4
 
 
 def robust_fit(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -24,12 +24,12 @@ def robust_fit(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> np
     relative = relative / unit
     trust = np.ones(len(rows))
     coefficients = np.zeros(rows.shape[1])
-    for _ in range(ROUNDS):
+    for _ in range(NUM_ROUNDS):
         weighted = relative * (weights * trust)[:, None]
         coefficients = nonnegative(relative.T @ weighted, weighted.sum(axis=0), coefficients > 0)
         residuals = np.abs(relative @ coefficients - 1.0)
         scale = 1.4826 * _weighted_median(residuals, weights) + 1e-4
-        trust = np.minimum(1.0, HUBER * scale / np.maximum(residuals, 1e-12))
+        trust = np.minimum(1.0, HUBER_DEVIATIONS * scale / np.maximum(residuals, 1e-12))
     return coefficients / unit
 
 

@@ -22,7 +22,7 @@ class StageBalanced(Uniform):
        links. The fewer the stages, the larger the difference between the two times.
 
     Attention counts in the cost per token of prompts, since it makes large micro-batches unequal. What waits is spread
-    over the stages. Chunks stay large enough that a stage does not mostly read its weights (`FAR`).
+    over the stages. Chunks stay large enough that a stage does not mostly read its weights (`SMALLEST_STEP_COST`).
 
     Without prompts, decodes are shared among as many micro-batches as make the round shortest, such that the costliest
     of these costs the least (`EvenDecodes`).

@@ -5,9 +5,9 @@ The path of a request for text:
 1. `Keys` checks the API key.
 2. `Models` reads the body into one of the types of `requests`, and finds the `Service` of the model that it names. What
    names a model of another endpoint is passed on (`upstream`).
-3. `chat_job` or `completion_job` (`prepared_request`) turns it into tokens and sampling parameters.
+3. `prepare_chat` or `prepare_completion` (`prepared_request`) turns it into tokens and sampling parameters.
 4. `Generation` runs its sequences through the `Service`, and writes the text with `ChatFormat` or `CompletionFormat`.
-   (`choices_job` and `ChoicesFormat` are the same for scores; `endpoints.embeddings` has those for embeddings.)
+   (`prepare_choices` and `ChoicesFormat` are the same for scores; `endpoints.embeddings` has those for embeddings.)
 """
 
 from collections.abc import AsyncIterator, Callable

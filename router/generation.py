@@ -47,7 +47,7 @@ class Format(Protocol):
     | `closing` | of a stream, after all choices |
     | `whole` | the answer as one JSON object |
 
-    `usage`: the tokens so far; for a chunk that is not the first, only with the job's `usage_so_far`.
+    `usage`: the tokens so far; for a chunk that is not the first, only with the request's `usage_so_far`.
     """
 
     continues: bool
@@ -82,7 +82,7 @@ class Generation:
     def __init__(
         self,
         service: Service,
-        job: PreparedRequest,
+        prepared: PreparedRequest,
         form: Format,
         name: str,
         ticket: Ticket,
@@ -93,14 +93,14 @@ class Generation:
         all sequences must have ended."""
         self.ticket = ticket
         self._timeout_s = timeout_s
-        self._priority = min(job.priority, service.highest_priority(ticket.client))
-        self._cache_salt = ticket.client.cache_salt(job.cache_salt)
+        self._priority = min(prepared.priority, service.highest_priority(ticket.client))
+        self._cache_salt = ticket.client.cache_salt(prepared.cache_salt)
         self._service = service
-        self._job = job
+        self._prepared = prepared
         self._form = form
         self._name = name
         self._answers: list[Answer] = []
-        self._shared = SharedReplica() if job.together else None
+        self._shared = SharedReplica() if prepared.together else None
         self._sends_at_once = True  # text is sent before its answer has ended
 
     async def stream(self, emit: Emit) -> None:
@@ -116,7 +116,7 @@ class Generation:
 
             async def on_piece(piece: Piece) -> None:
                 nonlocal begun
-                nothing_told = begun and not self._job.usage_so_far
+                nothing_told = begun and not self._prepared.usage_so_far
                 usage = NO_USAGE if nothing_told else self._usage()
                 data = self._form.chunk(sequence.index, piece, usage)
                 if not begun:
@@ -127,36 +127,36 @@ class Generation:
 
             await self._follow(sequence, self._answer(sequence), on_piece)
 
-        one = follow_whole if self._job.whole_choices else follow
-        self._sends_at_once = not self._job.whole_choices
+        one = follow_whole if self._prepared.whole_choices else follow
+        self._sends_at_once = not self._prepared.whole_choices
         self._begin()
-        await self._run_all([one(sequence) for sequence in self._job.sequences])
+        await self._run_all([one(sequence) for sequence in self._prepared.sequences])
         if data := self._form.closing(self._usage()):
             await emit(data)
 
     async def whole(self) -> bytes:
         """The answer as one JSON object. Raises ApiError."""
-        answers = [Piece() for _ in self._job.sequences]
+        answers = [Piece() for _ in self._prepared.sequences]
         self._sends_at_once = False
 
         async def follow(sequence: Choice) -> None:
             answers[sequence.index] = await self._collected(sequence, self._answer(sequence))
 
         self._begin()
-        await self._run_all([follow(sequence) for sequence in self._job.sequences])
+        await self._run_all([follow(sequence) for sequence in self._prepared.sequences])
         return self._form.whole(answers, self._usage())
 
     def _begin(self) -> None:
-        self.ticket.add_tokens(prompt=self._job.prompt_tokens)
+        self.ticket.add_tokens(prompt=self._prepared.prompt_tokens)
         # Each sequence counts as a request of its own would: of a prompt, cached tokens count, too.
-        all_prompts = sum(len(sequence.prompt.token_ids) for sequence in self._job.sequences)
-        self.ticket.add_again(all_prompts - self._job.prompt_tokens)
-        if (told := request_log.current()) is not None:
-            told.prompt_tokens += self._job.prompt_tokens
+        all_prompts = sum(len(sequence.prompt.token_ids) for sequence in self._prepared.sequences)
+        self.ticket.add_again(all_prompts - self._prepared.prompt_tokens)
+        if (entry := request_log.current()) is not None:
+            entry.prompt_tokens += self._prepared.prompt_tokens
 
     async def _run_all(self, sequences: list[Coroutine[Any, Any, None]]) -> None:
         """Runs the sequences to their ends. Raises ApiError, also when the time is over."""
-        async with within(self._timeout_s, self._job.arrived, self._service.missed_deadline):
+        async with within(self._timeout_s, self._prepared.arrived, self._service.missed_deadline):
             await _together(sequences, _MAX_SEQUENCES_AT_ONCE)
 
     async def _collected(self, sequence: Choice, answer: "Answer") -> Piece:
@@ -182,7 +182,9 @@ class Generation:
         return whole
 
     def _answer(self, sequence: Choice) -> "Answer":
-        answer = Answer(self._service.tokenizer, self._job, sequence, self._form.continues and not self._job.echo)
+        answer = Answer(
+            self._service.tokenizer, self._prepared, sequence, self._form.continues and not self._prepared.echo
+        )
         self._answers.append(answer)
         return answer
 
@@ -209,7 +211,7 @@ class Generation:
                 branch = held.branch.extended(prompt.text or "", prompt.token_ids, answer, *kept)
                 programs.end(turn, branch)
                 if sequence.call is not None and sequence.call.then:
-                    name, user = f"{self._name}-{sequence.index}-then", self.ticket.client.user(self._job.user)
+                    name, user = f"{self._name}-{sequence.index}-then", self.ticket.client.user(self._prepared.user)
                     self._service.prefetch(name, branch, sequence.call, self._cache_salt, self.ticket, user)
             await on_piece(piece)
 
@@ -217,10 +219,10 @@ class Generation:
             await self._run(sequence, running, keep)
 
     async def _run(self, sequence: Choice, answer: "Answer", on_piece: OnPiece) -> None:
-        job = self._job
+        prepared = self._prepared
         begun = False
         ending = "abandoned"
-        told = request_log.current()
+        entry = request_log.current()
         try:
             async with contextlib.aclosing(self._outputs(sequence, answer)) as outputs:
                 async for output in outputs:
@@ -228,22 +230,22 @@ class Generation:
                         begun = True
                         if sequence.first:
                             answer.cached_tokens = output.cached_tokens or 0
-                            if told is not None:
-                                told.cached_tokens += answer.cached_tokens
-                        if job.prompt_logprobs is not None and output.prompt_logprobs is not None:
+                            if entry is not None:
+                                entry.cached_tokens += answer.cached_tokens
+                        if prepared.prompt_logprobs is not None and output.prompt_logprobs is not None:
                             await on_piece(Piece(prompt_logprobs=output.prompt_logprobs))
-                        if job.echo:
+                        if prepared.echo:
                             prompt = sequence.prompt
                             of_prompt = _with_top(output.prompt_logprobs, sequence.sampling.logprobs)
                             await on_piece(answer.text.echo(prompt.token_ids, prompt.text, of_prompt))
-                        elif output.prompt_logprobs is not None and job.prompt_logprobs is None:
+                        elif output.prompt_logprobs is not None and prepared.prompt_logprobs is None:
                             token_ids = sequence.prompt.token_ids[sequence.sampling.prompt_logprobs_start :]
                             scores = zip(token_ids, output.prompt_logprobs, strict=True)
                             await on_piece(Piece(tokens=[TokenText(0, *score) for score in scores]))
                     self.ticket.add_tokens(output=len(output.token_ids))
                     answer.num_drafted += output.num_drafted
                     answer.num_accepted += output.num_accepted
-                    piece = answer.push(_without_tokens(output) if job.discard else output)
+                    piece = answer.push(_without_tokens(output) if prepared.discard else output)
                     if piece.finish_reason is not None:
                         ending = piece.finish_reason
                     await on_piece(piece)
@@ -252,9 +254,9 @@ class Generation:
         except ApiError as error:
             ending = "error" if error.status < 500 else "failed"
             if error.param == "prompt":  # the replicas' name for it
-                error.param = job.prompt_param
-            elif error.param in STRUCTURE and job.grammar_param is not None:
-                error.param = job.grammar_param
+                error.param = prepared.prompt_param
+            elif error.param in STRUCTURE and prepared.grammar_param is not None:
+                error.param = prepared.grammar_param
             raise
         except OSError:  # the client's connection broke
             raise
@@ -263,13 +265,13 @@ class Generation:
             raise
         finally:
             self._service.metrics.ended(ending)
-            if told is not None:
-                told.ended(ending)
-                told.output_tokens += answer.text.num_tokens
+            if entry is not None:
+                entry.ended(ending)
+                entry.output_tokens += answer.text.num_tokens
 
     def _outputs(self, sequence: Choice, answer: "Answer") -> AsyncGenerator[Output, None]:
         """The outputs of a sequence."""
-        syntax, budget = self._job.syntax, self._job.thinking_budget
+        syntax, budget = self._prepared.syntax, self._prepared.thinking_budget
         if syntax is not None and budget is not None and budget < sequence.sampling.max_tokens:
             return self._within_budget(sequence, answer, syntax, budget)
         return self._after(sequence, answer, [])
@@ -279,7 +281,7 @@ class Generation:
     ) -> AsyncGenerator[Output, None]:
         """The outputs of a sequence that may think for `budget` tokens. Longer thinking is ended for the model: the
         sequence goes on after the tokens that end it."""
-        job, sampling = self._job, sequence.sampling
+        prepared, sampling = self._prepared, sequence.sampling
         produced: list[int] = []
         async with contextlib.aclosing(self._generate(sequence, sampling, budget, [])) as outputs:
             async for output in outputs:
@@ -290,7 +292,7 @@ class Generation:
                 yield msgspec.structs.replace(output, finish_reason=None)
                 if answer.is_thinking:
                     ids = syntax.end_of_thinking[: sampling.max_tokens - len(produced)]
-                    logprobs = [TokenLogprobs(token_id, 0.0) for token_id in ids] if job.wants_logprobs else []
+                    logprobs = [TokenLogprobs(token_id, 0.0) for token_id in ids] if prepared.wants_logprobs else []
                     produced += ids
                     is_whole = len(produced) == sampling.max_tokens
                     yield Output(
@@ -342,7 +344,7 @@ class Generation:
     def _generate(
         self, sequence: Choice, sampling: SamplingParams, max_tokens: int, produced: list[int], name: str = ""
     ) -> AsyncGenerator[Output, None]:
-        job = self._job
+        prepared = self._prepared
         if max_tokens < sampling.max_tokens:
             min_tokens = min(sampling.min_tokens, max_tokens)
             sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
@@ -353,24 +355,24 @@ class Generation:
             sequence.prompt.token_ids,
             sampling,
             self._priority,
-            job.arrived,
+            prepared.arrived,
             sequence.call,
             produced,
-            job.prediction_ids,
+            prepared.prediction_ids,
             self._shared,
             self.ticket.client,
-            self.ticket.client.user(job.user),
+            self.ticket.client.user(prepared.user),
             self._cache_salt,
         )
 
     def _usage(self, only: "Answer | None" = None) -> Usage:
         """The tokens of all choices so far, or of one."""
         answers = self._answers if only is None else [only]
-        prompt = self._job.prompt_tokens if only is None else only.prompt_tokens
+        prompt = self._prepared.prompt_tokens if only is None else only.prompt_tokens
         completion = sum(answer.text.num_tokens for answer in answers)
         cached = sum(answer.cached_tokens for answer in answers)
         usage = Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
-        if self._job.syntax is not None and self._job.syntax.may_think:
+        if self._prepared.syntax is not None and self._prepared.syntax.may_think:
             thinking = sum(answer.thinking_tokens for answer in answers)
             usage.completion_tokens_details = CompletionTokensDetails(thinking)
         if drafted := sum(answer.num_drafted for answer in answers):
@@ -399,26 +401,26 @@ class Answer:
     | `sampled_again` | how often a part of it was thrown away because it violated a schema |
     """
 
-    def __init__(self, tokenizer: Tokenizer, job: PreparedRequest, sequence: Choice, continues: bool) -> None:
-        syntax = job.syntax
+    def __init__(self, tokenizer: Tokenizer, prepared: PreparedRequest, sequence: Choice, continues: bool) -> None:
+        syntax = prepared.syntax
         self.text = OutputText(
             tokenizer,
-            stop=job.stop if syntax is None else (),
-            include_stop=job.include_stop,
+            stop=prepared.stop if syntax is None else (),
+            include_stop=prepared.include_stop,
             min_tokens=sequence.sampling.min_tokens,
-            skip_special_tokens=job.skip_special_tokens,
+            skip_special_tokens=prepared.skip_special_tokens,
             continues=continues,
-            wants_logprobs=job.wants_logprobs,
+            wants_logprobs=prepared.wants_logprobs,
             wants_ends=sequence.held is not None,
             marker_ids=frozenset() if syntax is None else syntax.marker_ids,
         )
         self._lexer = None if syntax is None else syntax.lexer()
         self._syntax = syntax
         self._one_call = syntax is not None and not syntax.parallel
-        self._stop = VisibleStop(job.stop, job.include_stop) if syntax is not None and job.stop else None
+        self._stop = VisibleStop(prepared.stop, prepared.include_stop) if syntax is not None and prepared.stop else None
         self._min_tokens = sequence.sampling.min_tokens
         self._waiting: deque[TokenText] = deque()  # tokens of text that may be part of a stop string
-        self._promised = job.promised
+        self._promised = prepared.promised
         self._json: list[str] = []  # the text so far, if it has to be JSON
         self._has_calls = self._in_call = False
         self.prompt_tokens = len(sequence.prompt.token_ids)

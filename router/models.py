@@ -24,6 +24,7 @@ from router.wire.requests import Body
 
 Known = TypeVar("Known", bound=Body)
 Route = Callable[[Request], Awaitable[Response]]
+ServedModel = Service | Upstream  # of replicas, or of another endpoint
 
 DEFAULT = "default"  # a name for the only model, as clients send it that were not told any
 MAX_NAMES = 20  # names in an error
@@ -42,7 +43,7 @@ class ListedModel:
 
     name: str
     model: str
-    answers: Service | Upstream
+    served: ServedModel
 
 
 class Models:
@@ -60,11 +61,11 @@ class Models:
     | `tracer` | traces requests; None if no receiver is configured |
     """
 
-    def __init__(self, answering: Sequence[Service | Upstream], metrics: Metrics, config: RouterConfig) -> None:
-        """`answering`: the models, in the order of the list that clients get. Raises ValueError if two have the same
+    def __init__(self, served: Sequence[ServedModel], metrics: Metrics, config: RouterConfig) -> None:
+        """`served`: the models, in the order of the list that clients get. Raises ValueError if two have the same
         name, or if there is none."""
-        self.services = [model for model in answering if isinstance(model, Service)]
-        self.upstreams = [model for model in answering if isinstance(model, Upstream)]
+        self.services = [model for model in served if isinstance(model, Service)]
+        self.upstreams = [model for model in served if isinstance(model, Upstream)]
         self.metrics = metrics
         self.config = config
         self.leaving = False
@@ -78,7 +79,7 @@ class Models:
         self._held = HeldBytes(config.max_held_bytes, self._shortest_wait_s)
         self._before_close: list[Callable[[], Awaitable[None]]] = []
         self._exchange: UsageExchange | None = None
-        for model in answering:
+        for model in served:
             for name in (model.model, *model.aliases):
                 if name in self._named:
                     raise ValueError(f"two models are named {name!r}")
@@ -125,7 +126,7 @@ class Models:
         ApiError (404), and (400) where several models could be meant."""
         if name is not None and (name != DEFAULT or self._knows(name)):
             return self.find(name)
-        candidates: Sequence[Service | Upstream] = self.services or self.upstreams
+        candidates: Sequence[ServedModel] = self.services or self.upstreams
         if len(candidates) > 1:
             raise invalid(f"Send 'model': this server has {self._names()}.", "model", "missing_required_parameter")
         return self._named[candidates[0].model]
@@ -133,13 +134,13 @@ class Models:
     def service(self, name: str | None) -> Service:
         """The model that this name means, which replicas serve. Raises ApiError."""
         listed = self._meant(name)
-        answers = listed.answers
-        if isinstance(answers, Upstream):
+        served = listed.served
+        if isinstance(served, Upstream):
             message = (
                 f"The model {listed.name!r} is at another endpoint, and only requests with a body are passed on to it."
             )
             raise invalid(message, "model", "invalid_value")
-        return answers
+        return served
 
     def _shortest_wait_s(self) -> float:
         queues = [service.shortest_queue() for service in self.services]
@@ -169,10 +170,10 @@ class Models:
                 listed = None if asked is None else self._meant(asked.model)
             except ApiError:  # the route says so, once it has read the body
                 listed = None
-            if asked is None or listed is None or not isinstance(listed.answers, Upstream):
+            if asked is None or listed is None or not isinstance(listed.served, Upstream):
                 return await route(request)
             request.state.model = listed.model
-            return await listed.answers.answer(request, sent, asked.stream is True)
+            return await listed.served.answer(request, sent, asked.stream is True)
 
         return passing
 

@@ -229,9 +229,9 @@ class Service:
         return self._fleet.shortest_queue(self.replicas.closed)
 
     @property
-    def answers(self) -> bool:
+    def can_answer(self) -> bool:
         """Whether a request would be answered now, if only after a replica has started."""
-        return bool(self.replicas.ready) or (self._sleep is not None and self._sleep.answers)
+        return bool(self.replicas.ready) or (self._sleep is not None and self._sleep.can_answer)
 
     def demand(self) -> Demand:
         """The work that requests bring to the replicas now."""
@@ -269,8 +269,8 @@ class Service:
         client leaves first, raises ClientGone, and what has not begun is dropped."""
         threads, client = self._threads(num_bytes), claimant(request)
         at_once = threads is self._texts and threads.has_room(client)  # and soon over
-        told = request_log.current()
-        with telling(None if told is None else told.repaired_part):
+        entry = request_log.current()
+        with telling(None if entry is None else entry.repaired_part):
             if num_bytes <= SHORT_TEXT_BYTES:
                 return work(*arguments)
             done = threads.run(client, contextvars.copy_context().run, work, *arguments)
@@ -309,9 +309,9 @@ class Service:
         refused: dict[str, Failure] = {}
         resumed = bool(output_ids)
         deaths = 0
-        told = request_log.current()
+        entry = request_log.current()
         program = None if call is None else call.lease.owner
-        phases = None if told is None else told.phases(request_id, arrived, program)
+        phases = None if entry is None else entry.phases(request_id, arrived, program)
         for run in itertools.count():
             request = Generate(
                 request_id=f"{request_id}.{run}",
@@ -365,8 +365,8 @@ class Service:
                 token_ids = _cached_as(prompt_ids + produced, request.prefix_salt)
                 await self._resume_pace.turn(self._fleet.prompt_s(token_ids, self.replicas.closed))
             resumed = True
-            if told is not None:
-                told.resumed += 1
+            if entry is not None:
+                entry.resumed += 1
             refused.clear()  # even a full replica takes a resumed sequence
             if produced:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -452,8 +452,8 @@ class Service:
         try:
             home = None if call is None else self.programs.home(call)
             replica_id, stream = await self._send(request, lost, refused, home, shared)
-            if (told := request_log.current()) is not None:
-                told.began(replica_id)
+            if (entry := request_log.current()) is not None:
+                entry.began(replica_id)
             if phases is not None:
                 phases.sent(replica_id)
             num_tokens = len(request.prompt_ids) + len(request.output_ids)
@@ -464,14 +464,14 @@ class Service:
                         if output.failure is not None and output.failure.kind == "overloaded":
                             raise _Refused(replica_id, output.failure)
                         raise _failed(output.failure, request.request_id)
-                    if told is not None and output.queue_s is not None:
-                        told.queued(output.queue_s)
+                    if entry is not None and output.queue_s is not None:
+                        entry.queued(output.queue_s)
                         if phases is not None:
                             phases.queued(output.queue_s)
                     if clock.first_token(output):
                         self._fleet.first_token(request.request_id)
-                        if told is not None:
-                            told.first_token()
+                        if entry is not None:
+                            entry.first_token()
                             if phases is not None:
                                 phases.first_token()
                     num_tokens += len(output.token_ids)

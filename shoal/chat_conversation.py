@@ -9,8 +9,8 @@ from typing import Any
 from shoal.chat_tools import DENIED, Toolbox, shown
 from shoal.client import THINKING_NAMES, ChatAnswer, Client, Streamed, StreamedCall
 
-MOST_ROUNDS = 16  # of calls in one turn
-MANY_ROUNDS = f"no answer after {MOST_ROUNDS} rounds of calls"
+MAX_ROUNDS = 16  # of calls in one turn
+MANY_ROUNDS = f"no answer after {MAX_ROUNDS} rounds of calls"
 INTERRUPTED = "error: the user stopped this call"
 
 
@@ -95,7 +95,7 @@ class ChatConversation:
         self.question = self.messages[self._turn]["content"] if users else None
 
     def _answered(self, show: Callable[[Iterable[Streamed]], None], call: Callable[[StreamedCall], str]) -> ChatAnswer:
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             answer = self._round(show)
             if not answer.calls:
                 return answer

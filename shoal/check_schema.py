@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shoal.help import Parser
 
-_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 def parser() -> Parser:
@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(f"  {each}" for each in verdict.not_enforced))
         if verdict.narrowed:
             print("not all valid values can be written (docs/SCHEMAS.md says which), by:")
-            print("\n".join(f"  {each}" for each in verdict.narrowed[:_SHOWN]))
-            if (more := len(verdict.narrowed) - _SHOWN) > 0:
+            print("\n".join(f"  {each}" for each in verdict.narrowed[:_MAX_SHOWN]))
+            if (more := len(verdict.narrowed) - _MAX_SHOWN) > 0:
                 print(f"  and {more} more")
     return 0 if verdict.refusal is None else 1
 

@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-WIDEST = 120  # columns: longer lines are hard to read
+MAX_COLUMNS = 120  # columns: longer lines are hard to read
 ENTRY = re.compile(r"( *\S.*?)( {2,})(\S.*)")
-FARTHEST = 30  # most columns before an entry's text; after a longer term, the text starts on the next line
+MAX_TEXT_COLUMN = 30  # most columns before an entry's text; after a longer term, the text starts on the next line
 QUOTED_SPACE = "\0"  # for spaces inside quotes, where a command must not be broken
 
 
@@ -62,7 +62,7 @@ class Help(argparse.HelpFormatter):
 
 def columns() -> int:
     """The number of columns that a line of help may take in this terminal."""
-    return min(shutil.get_terminal_size().columns, WIDEST)
+    return min(shutil.get_terminal_size().columns, MAX_COLUMNS)
 
 
 def fill(text: str, width: int) -> str:
@@ -101,7 +101,7 @@ def _apart(line: str, width: int) -> list[str]:
     if not entry:
         return lines
     at = len(term + entry[2])
-    if at <= min(FARTHEST, width // 2):
+    if at <= min(MAX_TEXT_COLUMN, width // 2):
         return _wrap(line, width, " " * at)
     if len(line) <= width:
         return [line]

@@ -10,13 +10,22 @@ configuration and the memory (`worker.executor.memory_budget`), and known to the
 Groups with pages are allocated together: page i of a sequence has the same tokens in each of them. The first group sees
 all tokens. It may have no layers; its pages then count the tokens alone.
 
-Another tier (a host's memory) is another number of units of the same groups, and another kind is another value here.
+Another tier (a host's memory) is another `Tier`, with a number of units of the same groups; another kind is another
+`Kind`.
+
+| tier | its units are |
+| --- | --- |
+| `SLOT` | what running sequences have and steps change: the recurrent states of their slots |
+| `DEVICE` | the pages and rows of the group's pool |
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["full", "latent", "window", "chunk", "states"]
+Tier = Literal[0, 1]  # numbers, as they are in a plan's columns
+SLOT: Tier = 0
+DEVICE: Tier = 1
 
 
 @dataclass(frozen=True)
@@ -71,3 +80,12 @@ class KVLayout:
     def of_kind(self, *kinds: Kind) -> list[KVGroup]:
         """The groups of these kinds."""
         return [group for group in self.groups if group.kind in kinds]
+
+
+class KVPlace(NamedTuple):
+    """Where a page or a row is. `group`: its number in the layout. `unit`: the page or row; of `SLOT` that of the
+    slot."""
+
+    group: int
+    tier: Tier
+    unit: int

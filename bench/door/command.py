@@ -44,7 +44,7 @@ from bench.results import Figure
 from shoal.help import Parser
 
 MODEL, SOURCE = "door", "127.0.0.2"  # the bystander's address
-MOST = 2.0  # the ratio that a bystander may notice
+MAX_RATIO = 2.0  # the ratio that a bystander may notice
 LEAD_S = 2.0  # an attack's time before the bystander is measured
 REST_S = 90.0  # a server may take to come to rest after an attack
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
@@ -89,7 +89,7 @@ class AttackRuns:
     @property
     def starves_bystander(self) -> bool:
         """Whether the bystander was refused, or waited too long for its first tokens."""
-        return self.ratio > MOST or bool(self.refused)
+        return self.ratio > MAX_RATIO or bool(self.refused)
 
 
 def quantile_s(slices: Sequence[Slice], q: float) -> float:

@@ -16,7 +16,7 @@ CHAT, COMPLETIONS, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/completion
 WAIT_S = 30.0  # an answer that takes longer is none
 TOKENS = 6  # of an answer
 WORDS = "the sea a boat salt light wind old stone house bread rain wool iron north bell gull rope tide lamp".split()
-LONG = 257 << 10  # characters: a text of more than 256 KiB waits for other threads than short ones
+LONG_CHARS = 257 << 10  # characters: a text of more than 256 KiB waits for other threads than short ones
 POLL_S = 0.05
 
 
@@ -131,7 +131,7 @@ class PacedClient:
         await self._whole("POST", RESPONSES, body | ({"previous_response_id": self.kept[-1]} if self.kept else {}))
 
     async def _long_text(self) -> None:
-        await self._whole("POST", TOKENIZE, {"prompt": self.text(LONG // 5)[:LONG].ljust(LONG)})
+        await self._whole("POST", TOKENIZE, {"prompt": self.text(LONG_CHARS // 5)[:LONG_CHARS].ljust(LONG_CHARS)})
 
     async def _in_background(self) -> None:
         body = {"input": self.text(), "max_output_tokens": TOKENS, "background": True}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.fleet.hardware import MOST_RUNNING, ReplicaHardware
+from bench.fleet.hardware import MAX_RUNNING, ReplicaHardware
 from bench.fleet.one_cache import OneCache
 from bench.fleet.workloads import FleetRequest, chain, token_ids
 from pipeline.shape import BatchShape
@@ -53,7 +53,7 @@ def capacity(requests: Sequence[FleetRequest], hardware: ReplicaHardware, num_re
         return hardware.costs.predict(shape)
 
     full_s = FULL * hardware.objective.tbt_s
-    least, most = 0.01, min(MOST_RUNNING, hardware.num_pages * hardware.page_size / context)
+    least, most = 0.01, min(MAX_RUNNING, hardware.num_pages * hardware.page_size / context)
     if step_s(most) > full_s:
         for _ in range(40):
             middle = (least + most) / 2

@@ -38,7 +38,7 @@ from worker.step import SampledTokens
 
 PAGE_SIZE = 16
 ROW_TOKENS = 3000  # Qwen3.5-35B-A3B in 16 bits: 63 MB a row, 20 KB a token
-LONGEST = 1 << 16
+MAX_CONTEXT_TOKENS = 1 << 16
 LOADS = ("zipf", "hot_prefix", "agents")
 CHUNK = 8192  # token_budget of models with windows, as on a GPU
 LENGTHS = (512, 2048, 8192, 32768, 131072)  # of sequences, in tokens
@@ -54,7 +54,7 @@ class ScheduledCache:
             config,
             KVLayout(PAGE_SIZE, tuple(groups)),
             vocab_size=1 << 30,
-            context_length=LONGEST,
+            context_length=MAX_CONTEXT_TOKENS,
             eos_token_ids=(),
             policy=CostStore().policy(config, overlap=False),
         )
@@ -80,7 +80,7 @@ class ScheduledCache:
 def with_checkpoints(kv_tokens: int, rows: int, interval: int) -> ScheduledCache:
     """A cache with checkpoints of recurrent states. A step takes a whole prompt."""
     groups = KVGroup("full", (), 0, kv_tokens // PAGE_SIZE), KVGroup("states", (), 0, rows)
-    return ScheduledCache(groups, LONGEST, interval)
+    return ScheduledCache(groups, MAX_CONTEXT_TOKENS, interval)
 
 
 class WindowSizes(NamedTuple):

@@ -12,7 +12,7 @@ from pipeline.schedule import make_policy
 from pipeline.shape import BatchShape
 
 TOKEN_BUDGET = 8192
-MOST_RUNNING = 1024
+MAX_RUNNING = 1024
 STEP_S = 0.05  # the default of a replica on a GPU
 
 
@@ -43,7 +43,7 @@ class ReplicaHardware:
     @cached_property
     def cost_model(self) -> CostModel:
         (stage,) = make_stages(MODELS[self.model], DEVICES[self.device].sustained(), 1)
-        rows = PaddedSizes.of_graphs(MOST_RUNNING, TOKEN_BUDGET)
+        rows = PaddedSizes.of_graphs(MAX_RUNNING, TOKEN_BUDGET)
         return CostModel(lambda shape: self.slower * stage.seconds(shape), rows=rows)
 
     @cached_property

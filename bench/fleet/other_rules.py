@@ -80,10 +80,10 @@ class FewestRequests(InFlightRule):
 class SglangApproximate(InFlightRule):
     """A tree of what was sent where, not of what is cached. While requests in flight differ by more than `ABSOLUTE` and
     by more than the factor `RELATIVE`: the fewest. Else the replica with the longest match if that is more than
-    `THRESHOLD` of the prompt, or the one with the smallest tree. The tree is cut to `MOST_TOKENS` for a replica."""
+    `THRESHOLD` of the prompt, or the one with the smallest tree. The tree is cut to `MAX_TOKENS` for a replica."""
 
     THRESHOLD, ABSOLUTE, RELATIVE = 0.3, 64, 1.5
-    MOST_TOKENS = 1 << 24
+    MAX_TOKENS = 1 << 24
 
     def __init__(self, num_replicas: int, page_size: int = 16, seed: int = 0) -> None:
         super().__init__(num_replicas, page_size, seed)
@@ -107,7 +107,7 @@ class SglangApproximate(InFlightRule):
                 sent[key] = key[-1].tokens
                 self._sizes[replica] += key[-1].tokens
             sent.move_to_end(key)
-        while self._sizes[replica] > self.MOST_TOKENS:
+        while self._sizes[replica] > self.MAX_TOKENS:
             self._sizes[replica] -= sent.popitem(last=False)[1]
 
     @staticmethod

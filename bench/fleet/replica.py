@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from bench.fleet.hardware import MOST_RUNNING, TOKEN_BUDGET, ReplicaHardware
+from bench.fleet.hardware import MAX_RUNNING, TOKEN_BUDGET, ReplicaHardware
 from bench.fleet.workloads import FleetRequest, common_tokens, token_ids
 from pipeline.budget import Budget
 from pipeline.policy import SchedulerView
@@ -312,7 +312,7 @@ class FleetReplica:
 
     def _admit(self, seq: SimulatedSequence, budget: Budget, now_s: float) -> bool:
         """Starts a waiting sequence if there are a slot and pages for it and for the outputs to come."""
-        if len(self._prefilling) + len(self._decoding) >= MOST_RUNNING:
+        if len(self._prefilling) + len(self._decoding) >= MAX_RUNNING:
             self._blocked_until = self._plans + RETRY_STEPS
             return False
         match = self._match(seq)

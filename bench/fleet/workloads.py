@@ -10,7 +10,7 @@ from bench.load.trace import TraceRequest
 from bench.load.workload import BLOCK, SHARED, TURN, UNIQUE, TokenSpan, poisson
 
 LOADS = ("mooncake", "zipf", "hot_prefix", "bursts", "agents")
-MOST_TOKEN = 1 << 30
+MAX_TOKEN_ID = 1 << 30
 # Of a burst: requests for each replica, tokens that they share, and tokens of each one's own.
 BURST_SIZE, BURST_SHARED, BURST_OWN = 2, 3072, 512
 FLOOD, QUIET = "flood", "quiet"
@@ -52,8 +52,8 @@ def token_ids(spans: Sequence[TokenSpan]) -> np.ndarray:
     for span in spans:
         begin = 0
         for number in span.key:
-            begin = (begin * 1_000_003 + number * 7919 + 12_345) % MOST_TOKEN
-        parts.append((np.arange(begin, begin + span.tokens, dtype=np.int64) % MOST_TOKEN).astype(np.int32))
+            begin = (begin * 1_000_003 + number * 7919 + 12_345) % MAX_TOKEN_ID
+        parts.append((np.arange(begin, begin + span.tokens, dtype=np.int64) % MAX_TOKEN_ID).astype(np.int32))
     return np.concatenate(parts)
 
 

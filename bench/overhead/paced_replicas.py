@@ -32,7 +32,7 @@ from worker.messages import (
     encode,
 )
 
-LOWEST_ID, HIGHEST_ID = 300, 10_000  # of output: whole words in the vocabularies of bench.replica.dummy_models
+MIN_ID, MAX_ID = 300, 10_000  # of output: whole words in the vocabularies of bench.replica.dummy_models
 STRIDE = 577  # from one token to the next: any number that hits most of them
 
 
@@ -45,7 +45,7 @@ class _Stream:
 
     def next(self) -> Output:
         self.left -= 1
-        self.token_id = LOWEST_ID + (self.token_id + STRIDE) % (HIGHEST_ID - LOWEST_ID)
+        self.token_id = MIN_ID + (self.token_id + STRIDE) % (MAX_ID - MIN_ID)
         output = Output(request_id=self.request_id, token_ids=[self.token_id])
         if not self.left:
             output.finish_reason = "length"

@@ -3,14 +3,14 @@
 A replica finds them by their path (`pipeline.schedule.policy_class`), also in the process of another rank.
 """
 
-from pipeline.budget import UNLIMITED, Budget
+from pipeline.budget import UNLIMITED_TOKENS, Budget
 from pipeline.policy import Policy, PolicySettings, SchedulerView
 
 
 class WholePrompts(Budget):
     """Prompts are not cut, except those that no micro-batch could hold together with this one's decodes."""
 
-    def __init__(self, tokens: int, *, decodes: int = UNLIMITED) -> None:
+    def __init__(self, tokens: int, *, decodes: int = UNLIMITED_TOKENS) -> None:
         super().__init__(tokens, decodes=decodes)
         self._tokens = tokens
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 STRICT, RELAXED = 5.0, 25.0
 DELAY_S = 2.0
-STEP = 1.5  # largest factor between two rates, until the capacity is bracketed
-LEAST = 1 / 20  # lowest rate that is tried, relative to the guess
+MAX_STEP_FACTOR = 1.5  # largest factor between two rates, until the capacity is bracketed
+MIN_RATE = 1 / 20  # lowest rate that is tried, relative to the guess
 
 
 def capacity(
@@ -21,23 +21,23 @@ def capacity(
     most: float,
     precision: float = 0.02,
     least: float | None = None,
-    step: float = STEP,
+    step: float = MAX_STEP_FACTOR,
 ) -> float:
     """The highest rate up to `most` at which `holds`, to within the fraction `precision`.
 
     From `guess` the rate goes up or down by `step`, then by larger factors, until two rates bracket the capacity.
     Bisection does the rest. Returns 0 if `holds` is false at `least` (default: a twentieth of `guess`).
     """
-    least = guess * LEAST if least is None else least
+    least = guess * MIN_RATE if least is None else least
     low = high = guess = max(guess, least)
     if holds(guess):
         while low < most and holds(high := min(low * step, most)):
-            low, step = high, min(step * step, STEP)
+            low, step = high, min(step * step, MAX_STEP_FACTOR)
         if low >= most:
             return low
     else:
         while high > least and not holds(low := max(high / step, least)):
-            high, step = low, min(step * step, STEP)
+            high, step = low, min(step * step, MAX_STEP_FACTOR)
         if high <= least:
             return 0.0
     while high > low * (1 + precision):

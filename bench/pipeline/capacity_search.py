@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from bench.load.workload import ConversationTurn, Session, TokenSpan
-from bench.pipeline.capacity import RELAXED, STEP, STRICT, capacity
+from bench.pipeline.capacity import MAX_STEP_FACTOR, RELAXED, STRICT, capacity
 from bench.pipeline.layout import ParallelLayout, Setting, settings_of
 from bench.pipeline.load_generator import OfferedLoad, ServiceObjective
 from bench.pipeline.result_store import Points, say
@@ -18,10 +18,10 @@ SIMULATED = "simulated: "  # before lines that were not measured
 OURS, FOR_JOBS = "uniform", "offline"
 # Where the search for a capacity begins and ends, relative to the requests per second when all arrive at once (that
 # includes a long tail).
-GUESS, MOST = 1.0, 4.0
-WIDEST = 64.0  # highest rate of a search relative to its lowest, if nothing else bounds it
+GUESS, MAX_GUESS = 1.0, 4.0
+MAX_RATE_RATIO = 64.0  # highest rate of a search relative to its lowest, if nothing else bounds it
 MORE_REQUESTS = "loads of so few requests end before they can be too much (--requests, --seconds)"
-NEAR = 2  # first step of a search from an expected rate, in units of the precision
+FIRST_STEP = 2  # first step of a search from an expected rate, in units of the precision
 DECODE_TOKENS = 64  # output tokens of each, when the iteration is timed
 DECODERS_PROMPT, DECODERS_TOKENS = 256, 256  # of each sequence in `decoding`
 
@@ -76,7 +76,7 @@ class _Search:
     guess: float
     most: float
     least: float | None = None
-    step: float = STEP
+    step: float = MAX_STEP_FACTOR
 
     def beyond(self, rate: float) -> "_Search":
         """The search from a rate that holds."""
@@ -208,11 +208,11 @@ class CapacitySearch:
         self, layout: ParallelLayout, schedule: str, traffic: Traffic, objective: ServiceObjective, least: float | None
     ) -> "_Search":
         if expected := self.expected(layout, schedule, traffic, objective):
-            return _Search(expected, MOST * expected, least, 1 + NEAR * self.precision)
+            return _Search(expected, MAX_GUESS * expected, least, 1 + FIRST_STEP * self.precision)
         if least is not None:
-            return _Search(least, WIDEST * least, least)
+            return _Search(least, MAX_RATE_RATIO * least, least)
         at_once = self.flood(layout, traffic)["requests_per_s"]
-        return _Search(GUESS * at_once, MOST * at_once)
+        return _Search(GUESS * at_once, MAX_GUESS * at_once)
 
     def _highest(
         self, layout: ParallelLayout, setting: Setting, traffic: Traffic, objective: ServiceObjective, search: "_Search"

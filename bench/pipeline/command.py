@@ -50,7 +50,7 @@ from bench.load.options import count, on_gpu, positive
 from bench.load.workload import Vocabulary
 from bench.pipeline.capacity import DELAY_S
 from bench.pipeline.capacity_search import OBJECTIVES, OURS, SIMULATED, CapacitySearch, Site
-from bench.pipeline.experiment_grid import LEAST, ExperimentGrid, print_rows
+from bench.pipeline.experiment_grid import MIN_CAPACITY_SHARE, ExperimentGrid, print_rows
 from bench.pipeline.figures import Findings, Twin, measured_link
 from bench.pipeline.layout import SCHEDULES, ParallelLayout, Setting
 from bench.pipeline.meter_report import draw_kept
@@ -59,7 +59,7 @@ from bench.pipeline.simulated_site import PLANS, SimulatedSite
 from bench.pipeline.simulator import errors
 from bench.pipeline.traffic import OFFLINE, PUBLISHED, Traffic, offline, published, traced
 from bench.replica import dummy_models, link_speed
-from bench.replica.offline_workloads import HIGHEST_ID
+from bench.replica.offline_workloads import MAX_TOKEN_ID
 from bench.results import number
 from bench.targets import print_table
 from pipeline.padding import PaddedSizes
@@ -79,9 +79,9 @@ MEASURED = ("model", "link", "nodes", "address")  # options for real machines on
 PLANNED_AND_MEASURED = "simulated.llama-70b", "pipeline.sockets"  # names of results on the same machines
 VARIED = {"tp", "pp", "schedule", "tbt_slo", "load_format"}
 PLANNED_BUDGET, PLANNED_RUNNING = 8192, 256
-LEARNED = 32  # most requests from which the costs of steps are learned
+MAX_LEARNED_REQUESTS = 32  # most requests from which the costs of steps are learned
 AIMED = "llama-70b", 4  # model and number of devices of the figures with targets
-LONGEST = max(workload.most for workload in PUBLISHED.values())
+MAX_CONTEXT_TOKENS = max(workload.most for workload in PUBLISHED.values())
 DEFAULTS: dict[str, Any] = {
     "model": "tiny",
     "link": "nvlink",
@@ -274,7 +274,7 @@ def _loads(args: argparse.Namespace) -> tuple[list[Traffic], list[Traffic]]:
     """The traffics, and the jobs. Raises ValueError if there are none, or if a trace cannot be used."""
     traffics = [published(name, args.requests, args.seed, args.shrink) for name in args.traffic]
     if args.trace:
-        traffics.append(traced(args.trace, args.requests, args.seed, args.shrink, LONGEST // args.shrink))
+        traffics.append(traced(args.trace, args.requests, args.seed, args.shrink, MAX_CONTEXT_TOKENS // args.shrink))
     jobs = [offline(name, args.shrink) for name in args.jobs]
     if not traffics and not jobs:
         raise ValueError("there is nothing to offer: name some --traffic, a --trace or --jobs")
@@ -331,7 +331,7 @@ def measure(args: argparse.Namespace, settings: dict[str, Any], nodes: "Nodes | 
     from worker.engine.cost_store import rows_of
 
     layouts = args.layouts or [ParallelLayout(1, 2)]
-    settings = {"load_format": "dummy", "context_length": max(1024, LONGEST // args.shrink)} | settings
+    settings = {"load_format": "dummy", "context_length": max(1024, MAX_CONTEXT_TOKENS // args.shrink)} | settings
     if nodes is None:
         configs, dtype = settled(args.model, settings, layouts)
     else:  # this machine may have no GPU
@@ -358,15 +358,17 @@ def measure(args: argparse.Namespace, settings: dict[str, Any], nodes: "Nodes | 
         with _targets(args, nodes, folder, settings, layouts, on_gpu) as targets:
             # Only this machine's meters of energy can be read.
             metered = on_gpu and nodes is None
-            site = RealSite(targets, Vocabulary(args.seed, 0, HIGHEST_ID), args.traces / sweep.name, metered)
+            site = RealSite(targets, Vocabulary(args.seed, 0, MAX_TOKEN_ID), args.traces / sweep.name, metered)
             study = _study(args, sweep, site, config.token_budget, config.max_running)
-            known = published("long", min(args.requests, LEARNED), args.seed + 1, args.shrink).at_once()
+            known = published("long", min(args.requests, MAX_LEARNED_REQUESTS), args.seed + 1, args.shrink).at_once()
             ours = Setting(OURS, config.token_budget)
             learned = sweep.point(f"{layouts[0]}/calibration", lambda: site.calibrate(layouts[0], ours, known))
             token_bytes = dummy_models.SHAPES[args.model].config["hidden_size"] * dtype.itemsize
             twin = Twin.of(learned, measured_link(speed), token_bytes, config.max_running, rows_of(config, device))
             study.expected = twin.expected(study, layouts[0])
-            survey = ExperimentGrid(study, layouts, args.schedules, traffics, jobs, args.objectives, LEAST, args.delay)
+            survey = ExperimentGrid(
+                study, layouts, args.schedules, traffics, jobs, args.objectives, MIN_CAPACITY_SHARE, args.delay
+            )
             survey.run()
             findings = Findings(study, layouts[0], survey.whole, prefix, base, twin)
             findings.link(speed)
@@ -449,10 +451,10 @@ def plan(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     traffics, jobs = _loads(args)
     for layout in layouts:
         machines.hardware(layout, rows)
-        if (held := machines.kv_tokens(layout)) < LONGEST // args.shrink:
+        if (held := machines.kv_tokens(layout)) < MAX_CONTEXT_TOKENS // args.shrink:
             raise ValueError(
                 f"{layout}: besides the weights of {args.plan}, {layout.devices} devices have room for {held} tokens, "
-                f"and a request has up to {LONGEST // args.shrink}: name --layouts of more devices"
+                f"and a request has up to {MAX_CONTEXT_TOKENS // args.shrink}: name --layouts of more devices"
             )
     validated = validations(args.out)
     prefix = f"simulated.{args.plan}"

@@ -16,7 +16,7 @@ from pipeline.meter import CAUSES
 if TYPE_CHECKING:
     from rich.table import Table
 
-LEAST = 1 / 8  # of our capacity; for others that carry less, only this bound is reported
+MIN_CAPACITY_SHARE = 1 / 8  # of our capacity; for others that carry less, only this bound is reported
 
 
 @dataclass
@@ -37,7 +37,7 @@ class ExperimentGrid:
     traffics: Sequence[Traffic]
     jobs: Sequence[Traffic]
     objectives: Sequence[str]
-    least: float = LEAST
+    least: float = MIN_CAPACITY_SHARE
     delay_s: float = DELAY_S
     carried: dict[tuple[ParallelLayout, str, str, str], Carried] = field(default_factory=dict)
 

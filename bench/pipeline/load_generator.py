@@ -12,8 +12,8 @@ from bench.pipeline.capacity import DELAY_S
 from bench.pipeline.simulator import Life, Request
 from worker.messages import Generate, Output, SamplingParams
 
-LATE = 0.01  # fraction of the times between tokens that may exceed the objective
-DELAYED = 0.5  # fraction of the requests that may be scheduled too late
+MAX_LATE_SHARE = 0.01  # fraction of the times between tokens that may exceed the objective
+MAX_DELAYED_SHARE = 0.5  # fraction of the requests that may be scheduled too late
 
 
 class LoadTarget(Protocol):
@@ -68,8 +68,8 @@ class Watch:
 
     def __init__(self, objective: ServiceObjective, sessions: Sequence[Session]) -> None:
         self._objective = objective
-        self._most_late = LATE * sum(session.turns[0].output_tokens - 1 for session in sessions) + 1
-        self._most_delayed = DELAYED * len(sessions) + 1
+        self._most_late = MAX_LATE_SHARE * sum(session.turns[0].output_tokens - 1 for session in sessions) + 1
+        self._most_delayed = MAX_DELAYED_SHARE * len(sessions) + 1
         self._late = self._delayed = 0
 
     def started(self, delay_s: float) -> None:

@@ -15,7 +15,7 @@ from bench.load.trace import TraceRequest
 from bench.load.workload import Session, from_trace, poisson
 from bench.replica.offline_workloads import JOBS
 
-FEWEST = 16  # requests in a load
+MIN_REQUESTS = 16  # requests in a load
 NORMAL_90 = 1.2816  # standard deviations from the median to the 90th percentile
 
 
@@ -60,7 +60,7 @@ class Traffic:
     def at(self, rate: float, seconds: float = math.inf) -> list[Session]:
         """The requests that arrive within `seconds` at `rate` requests per second, but at least FEWEST."""
         timed = [replace(session, arrival_s=(session.arrival_s or 0.0) / rate) for session in self.sessions]
-        return timed[: max(FEWEST, sum((session.arrival_s or 0.0) <= seconds for session in timed))]
+        return timed[: max(MIN_REQUESTS, sum((session.arrival_s or 0.0) <= seconds for session in timed))]
 
     def at_once(self) -> list[Session]:
         """The requests, all arriving at the beginning."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 Job = tuple[list[list[int]], list[int]]
 """Prompts, and the output length of each prompt."""
 
-HIGHEST_ID = 10_000  # highest token id in prompts
+MAX_TOKEN_ID = 10_000  # highest token id in prompts
 
 
 def mini(scale: float = 1.0) -> Job:
@@ -70,4 +70,4 @@ def fresh(length: int, seed: int) -> list[int]:
 
 
 def _tokens(rng: random.Random, length: int) -> list[int]:
-    return [rng.randint(0, HIGHEST_ID) for _ in range(length)]
+    return [rng.randint(0, MAX_TOKEN_ID) for _ in range(length)]

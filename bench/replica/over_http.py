@@ -15,7 +15,7 @@ from bench.load.http import Http
 from bench.load.load import LoadRun
 from bench.load.workload import ConversationTurn, Session, TokenSpan, Vocabulary
 from bench.replica import cpu_usage
-from bench.replica.offline_workloads import HIGHEST_ID, Job
+from bench.replica.offline_workloads import MAX_TOKEN_ID, Job
 from bench.replica.server_process import ServerFailed, server
 
 TIMEOUT_S = 600.0
@@ -81,7 +81,7 @@ def cpu_us_per_token(measured: Mapping[str, Any]) -> dict[str, float]:
 
 def shifted(job: Job, number: int) -> Job:
     """The job with `number` added to every token id, modulo the number of ids. Round 0 has the job itself."""
-    return [[(token + number) % (HIGHEST_ID + 1) for token in prompt] for prompt in job[0]], job[1]
+    return [[(token + number) % (MAX_TOKEN_ID + 1) for token in prompt] for prompt in job[0]], job[1]
 
 
 def line(measured: Mapping[str, Any]) -> str:

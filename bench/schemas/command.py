@@ -64,7 +64,7 @@ from worker.structured_output import (
 BATCH = 64
 TIMEOUT_S = 10.0
 _AT_ONCE = 32  # answers
-_MOST_TOKENS = 256  # of an answer; most that end have fewer than half of it
+_MAX_TOKENS = 256  # of an answer; most that end have fewer than half of it
 _SHOWN = 12
 _NATURAL, _NATURAL_OF_MADE = 12, 48  # values of a schema
 _MADE = 400  # schemas
@@ -274,7 +274,7 @@ def generated(
                     [{"role": "user", "content": "Write an example in JSON, a short one."}],
                     temperature=1,
                     seed=number,
-                    max_tokens=_MOST_TOKENS,
+                    max_tokens=_MAX_TOKENS,
                     response_format={"type": "json_schema", "json_schema": form},
                 )
             except shoal.RequestError as error:

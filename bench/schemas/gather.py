@@ -21,8 +21,8 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
 SOURCES = Path(__file__).with_name("sources.toml")
-MOST_BYTES = 100_000  # of a schema's text; longer ones are hardly sent with a request
-MOST_COMPONENTS = 60  # of one description
+MAX_BYTES = 100_000  # of a schema's text; longer ones are hardly sent with a request
+MAX_COMPONENTS = 60  # of one description
 _COMPONENTS = "#/components/schemas/"
 
 
@@ -114,7 +114,7 @@ def _schemas(archive: _archive, source: str) -> Iterator[PublishedSchema]:
             continue
         components = value.get("components")
         if isinstance(components, dict) and isinstance(components.get("schemas"), dict):
-            for component in sorted(components["schemas"], key=_shuffled)[:MOST_COMPONENTS]:
+            for component in sorted(components["schemas"], key=_shuffled)[:MAX_COMPONENTS]:
                 schema = _closed(components["schemas"][component], components["schemas"])
                 yield PublishedSchema(f"{source}:{name}:{component}", schema)
         elif _is_schema(value):
@@ -157,7 +157,7 @@ def _refs(value: Any) -> Iterator[str]:
 def _is_taken(schema: Any) -> bool:
     """Whether a schema is valid by its own draft, of moderate size, and refers to nothing outside of it."""
     text = json.dumps(schema)
-    if len(text) > MOST_BYTES:
+    if len(text) > MAX_BYTES:
         return False
     own = schema.get("$id", schema.get("id", ""))
     base = own.split("#")[0] if isinstance(own, str) else ""

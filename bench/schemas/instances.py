@@ -20,8 +20,8 @@ from jsonschema.validators import validator_for
 
 from bench.schemas.formats import FORMATS
 
-_MOST_DEPTH = 12
-_MOST_BYTES = 4_000
+_MAX_DEPTH = 12
+_MAX_BYTES = 4_000
 _ATTEMPTS = 40
 _SAMPLES = {
     "date-time": ["2024-05-01T10:00:00Z", "1999-12-31T23:59:59.5+02:00"],
@@ -82,7 +82,7 @@ def instances(schema: Any, seed: str, valid: int = 4, invalid: int = 8) -> Insta
             break
         try:
             value = maker.make(schema, 0)
-            if len(_text(value)) <= _MOST_BYTES and validator.is_valid(value):
+            if len(_text(value)) <= _MAX_BYTES and validator.is_valid(value):
                 good.setdefault(_text(value), value)
         except (Stuck, RecursionError):
             continue
@@ -109,7 +109,7 @@ class Maker:
 
     def make(self, schema: Any, depth: int) -> Any:
         """A value for a part of the schema. Raises Stuck."""
-        if depth > _MOST_DEPTH:
+        if depth > _MAX_DEPTH:
             raise Stuck
         if isinstance(schema, bool):
             if not schema:
@@ -128,7 +128,7 @@ class Maker:
 
     def _flat(self, schema: Any, depth: int) -> dict[str, Any]:
         """A schema with one way through its references and combinations merged in."""
-        if depth > 2 * _MOST_DEPTH:
+        if depth > 2 * _MAX_DEPTH:
             raise Stuck
         if isinstance(schema, bool):
             if not schema:

@@ -39,7 +39,7 @@ _FORMATS = {
 }
 _AROUND = ("", "", "", "x", " ", '"', "é", "1", "\n", "/path")
 _ATTEMPTS = 4  # for each value that is wanted
-_MOST_BYTES = 4_000
+_MAX_BYTES = 4_000
 
 
 class NaturalMaker(Maker):
@@ -98,7 +98,7 @@ def natural(schema: Any, seed: str, count: int) -> tuple[list[Any], list[Any]]:
         try:
             value = maker.make(schema, 0)
             text = json.dumps(value)
-            if len(text) > _MOST_BYTES or text in good:
+            if len(text) > _MAX_BYTES or text in good:
                 continue
             if validator.is_valid(value) and (not has_patterns or as_ecma.is_valid(value)):
                 good[text] = value

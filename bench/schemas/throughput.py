@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 128
 # Of an answer. Long ones would leave few of the requests, and a replica whose slots are empty at the end.
-LEAST_BYTES, MOST_BYTES = 64, 512
+MIN_BYTES, MAX_BYTES = 64, 512
 ANSWERS_A_SCHEMA = 8
 ATTEMPTS = 3  # to compile a schema
 
@@ -69,7 +69,7 @@ def pick(corpus: Path, model: str, schemas: int) -> list[Answers]:
     try:
         for each in published:
             valid = instances(each.schema, each.name, ANSWERS_A_SCHEMA, 0).valid
-            if not (texts := [text for text in valid if LEAST_BYTES <= len(text.encode()) <= MOST_BYTES]):
+            if not (texts := [text for text in valid if MIN_BYTES <= len(text.encode()) <= MAX_BYTES]):
                 continue
             future = compiler.submit(Grammar("json_schema", each.text))
             if future.exception() is not None:

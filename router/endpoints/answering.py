@@ -9,10 +9,12 @@ from router.service import Service
 from router.streaming.sse import EventStream, unless_gone
 
 
-async def answered(request: Request, service: Service, stream: bool, job: PreparedRequest, form: Format) -> Response:
+async def answered(
+    request: Request, service: Service, stream: bool, prepared: PreparedRequest, form: Format
+) -> Response:
     """The bytes of `form`, as a whole or as a stream."""
-    request.state.also_named(job.id)
-    generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
+    request.state.also_named(prepared.id)
+    generation = Generation(service, prepared, form, request.state.name, request.state.ticket, request.state.timeout_s)
     if stream:
         return EventStream(generation.stream)
     body = await unless_gone(request.scope, request.receive, generation.whole())

@@ -8,9 +8,8 @@ from msgspec import UNSET, UnsetType
 
 from router.chat import deltas
 from router.chat.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta
-from router.endpoints.endings import prompt_logprobs, stopped_by
+from router.endpoints.endings import prompt_logprobs, schema_report, stopped_by
 from router.endpoints.logprobs import content_logprobs
-from router.endpoints.schema_report import schema_report
 from router.prepare.answer_syntax import AnswerSyntax
 from router.prepare.prepared_request import PreparedRequest
 from router.streaming.sse import DONE, event
@@ -38,23 +37,25 @@ A = TypeVar("A", ChatCompletion, ChatChunk)
 class ChatFormat:
     """Writes pieces of text as chunks of a stream, or all of them as one object."""
 
-    def __init__(self, job: PreparedRequest, model: str, tokenizer: Tokenizer) -> None:
-        self.continues = job.continues
-        self._job = job
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: Tokenizer) -> None:
+        self.continues = prepared.continues
+        self._prepared = prepared
         self._model = model
         self._tokenizer = tokenizer
         self._told_prompt = False
-        self._may_think = job.syntax is not None and job.syntax.may_think and job.thinking_place == "apart"
+        self._may_think = (
+            prepared.syntax is not None and prepared.syntax.may_think and prepared.thinking_place == "apart"
+        )
         self._written: dict[int, _ThinkingAsText] = {}  # by choice, where thinking is part of the content
-        self._tier: Literal["default"] | UnsetType = "default" if job.names_tier else UNSET
+        self._tier: Literal["default"] | UnsetType = "default" if prepared.names_tier else UNSET
 
     def opening(self, index: int, usage: Usage) -> bytes:
         """The event before the first piece of a choice: it carries the role."""
         told, self._told_prompt = self._told_prompt, True
         choice = ChatChunkChoice(index, self._delta(Delta(role="assistant", content="")))
         chunk = self._answer(ChatChunk, [choice], self._usage(usage))
-        if self._job.wants_prompt_ids and not told:
-            chunk.prompt_token_ids = self._job.prompt_ids(index)
+        if self._prepared.wants_prompt_ids and not told:
+            chunk.prompt_token_ids = self._prepared.prompt_ids(index)
         return event(chunk)
 
     def chunk(self, index: int, piece: Piece, usage: Usage) -> bytes:
@@ -68,18 +69,17 @@ class ChatFormat:
         for delta in found:
             choice = ChatChunkChoice(index, delta, self._logprobs(tokens), token_ids=token_ids)
             data += self._chunk(choice, usage)
-            tokens, token_ids = [], [] if self._job.wants_token_ids else UNSET
+            tokens, token_ids = [], [] if self._prepared.wants_token_ids else UNSET
         if piece.finish_reason is not None:
-            report, ending = schema_report(piece), stopped_by(piece, self._job)
-            choice = ChatChunkChoice(
-                index, self._delta(Delta()), None, piece.finish_reason, schema_check=report, **ending
-            )
+            report, ending = schema_report(piece), stopped_by(piece, self._prepared)
+            end = self._delta(Delta())
+            choice = ChatChunkChoice(index, end, finish_reason=piece.finish_reason, schema_check=report, **ending)
             data += self._chunk(choice, usage)
         return data
 
     def closing(self, usage: Usage) -> bytes:
         """The end of the stream: the usage if the client asked for it, and `[DONE]`."""
-        return (event(self._answer(ChatChunk, [], usage)) if self._job.include_usage else b"") + DONE
+        return (event(self._answer(ChatChunk, [], usage)) if self._prepared.include_usage else b"") + DONE
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
         choices = []
@@ -87,17 +87,17 @@ class ChatFormat:
             assert answer.finish_reason is not None
             logprobs, token_ids = self._logprobs(answer.tokens), self._token_ids(answer)
             message, report = self._message(self._placed(index, answer)), schema_report(answer)
-            ending = stopped_by(answer, self._job)
+            ending = stopped_by(answer, self._prepared)
             choices.append(ChatChoice(index, message, logprobs, answer.finish_reason, token_ids, report, **ending))
         made = self._answer(ChatCompletion, choices, usage)
-        if self._job.wants_prompt_ids:
-            made.prompt_token_ids = self._job.prompt_ids(0)
-        made.prompt_logprobs = prompt_logprobs(answers[0], self._job, 0, self._tokenizer)
+        if self._prepared.wants_prompt_ids:
+            made.prompt_token_ids = self._prepared.prompt_ids(0)
+        made.prompt_logprobs = prompt_logprobs(answers[0], self._prepared, 0, self._tokenizer)
         return msgspec.json.encode(made)
 
     def _placed(self, index: int, piece: Piece) -> Iterable[deltas.Delta]:
         """The piece's deltas, with thinking where the client wants it."""
-        place, syntax = self._job.thinking_place, self._job.syntax
+        place, syntax = self._prepared.thinking_place, self._prepared.syntax
         if place == "apart" or syntax is None:
             return piece.parts
         if place == "nowhere":
@@ -116,14 +116,19 @@ class ChatFormat:
         return event(self._answer(ChatChunk, [choice], self._usage(usage)))
 
     def _usage(self, usage: Usage) -> ChunkUsage:
-        seen: ChunkUsage = None if self._job.include_usage else UNSET
-        return usage if self._job.usage_so_far else seen
+        seen: ChunkUsage = None if self._prepared.include_usage else UNSET
+        return usage if self._prepared.usage_so_far else seen
 
     def _answer(self, kind: Callable[..., A], choices: list[Any], usage: ChunkUsage) -> A:
         """A whole answer or a chunk, which have these fields in common."""
-        job = self._job
+        prepared = self._prepared
         return kind(
-            id=job.id, created=job.created, model=self._model, choices=choices, service_tier=self._tier, usage=usage
+            id=prepared.id,
+            created=prepared.created,
+            model=self._model,
+            choices=choices,
+            service_tier=self._tier,
+            usage=usage,
         )
 
     def _message(self, parts: Iterable[deltas.Delta]) -> AnswerMessage:
@@ -150,10 +155,10 @@ class ChatFormat:
         )
 
     def _token_ids(self, piece: Piece) -> list[int] | UnsetType:
-        return piece.token_ids if self._job.wants_token_ids else UNSET
+        return piece.token_ids if self._prepared.wants_token_ids else UNSET
 
     def _logprobs(self, tokens: list[TokenText]) -> ChatLogprobs | None:
-        if not self._job.wants_logprobs:
+        if not self._prepared.wants_logprobs:
             return None
         return ChatLogprobs(content_logprobs(tokens, self._tokenizer))
 

@@ -22,22 +22,22 @@ from worker.messages import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True)
-class ChoicesJob:
+class PreparedChoices:
     """A request for scores, ready to run.
 
     | field | meaning |
     | --- | --- |
-    | `prepared` | the sequences: one for each choice, then one for each scored without the prompt |
+    | `request` | the sequences: one for each choice, then one for each scored without the prompt |
     | `num_choices` | number of choices |
     | `unconditional` | for each sequence without the prompt, the number of its choice; None if none was asked for |
     """
 
-    prepared: PreparedRequest
+    request: PreparedRequest
     num_choices: int
     unconditional: list[int] | None
 
 
-def choices_job(
+def prepare_choices(
     request: ChoicesRequest,
     tokenizer: Tokenizer,
     context_length: int,
@@ -45,7 +45,7 @@ def choices_job(
     arrived: float,
     call: BranchCall | None,
     branch: BranchText,
-) -> ChoicesJob:
+) -> PreparedChoices:
     """Prepares a request for scores: tokenises the prompt, which follows `branch` of the program in `call`, and the
     choices. Slow: run it in a thread. Raises ApiError."""
     asked = len(request.choices) * (2 if request.unconditional else 1)
@@ -89,7 +89,7 @@ def choices_job(
         together=True,
         arrived=arrived,
     )
-    return ChoicesJob(prepared, len(request.choices), unconditional)
+    return PreparedChoices(prepared, len(request.choices), unconditional)
 
 
 def _with_choice(
@@ -111,21 +111,21 @@ class ChoicesFormat(WholeFormat):
 
     continues = True
 
-    def __init__(self, job: ChoicesJob, model: str) -> None:
-        self._job = job
+    def __init__(self, prepared: PreparedChoices, model: str) -> None:
+        self._prepared = prepared
         self._model = model
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
         """The scores of all choices. `answers`, by sequence, have its scored tokens."""
-        job = self._job
+        prepared = self._prepared
         scores = [_scores(answer.tokens) for answer in answers]
         alone: dict[int, list[TokenLogprobs]] = {}
-        if job.unconditional is not None:
-            alone = dict(zip(job.unconditional, scores[job.num_choices :], strict=True))
+        if prepared.unconditional is not None:
+            alone = dict(zip(prepared.unconditional, scores[prepared.num_choices :], strict=True))
         choices = []
-        for number, tokens in enumerate(scores[: job.num_choices]):
+        for number, tokens in enumerate(scores[: prepared.num_choices]):
             unconditional: list[float | None] | None = None
-            if job.unconditional is not None:
+            if prepared.unconditional is not None:
                 known = [finite(token.logprob) for token in alone.get(number, [])]
                 unconditional = [*[None] * (len(tokens) - len(known)), *known]
             choices.append(
@@ -137,9 +137,9 @@ class ChoicesFormat(WholeFormat):
                     top_logprob=[finite(token.top[0][1]) for token in tokens],
                 )
             )
-        prepared = job.prepared
+        request = prepared.request
         return msgspec.json.encode(
-            ScoredChoices(id=prepared.id, created=prepared.created, model=self._model, choices=choices, usage=usage)
+            ScoredChoices(id=request.id, created=request.created, model=self._model, choices=choices, usage=usage)
         )
 
 

@@ -9,11 +9,11 @@ from router.access.auth import Keys, client_of
 from router.access.rate_limits import RateLimits
 from router.endpoints.answering import answered
 from router.endpoints.chat_writer import ChatFormat
-from router.endpoints.choices import ChoicesFormat, choices_job
+from router.endpoints.choices import ChoicesFormat, prepare_choices
 from router.endpoints.completion_writer import CompletionFormat
 from router.endpoints.templates import TemplateStream, template_calls
 from router.models import Models
-from router.prepare.prepared_request import PreparedRequest, chat_job, completion_job
+from router.prepare.prepared_request import PreparedRequest, prepare_chat, prepare_completion
 from router.prepare.program_calls import branch_call, continued_branches, held_branch, program_key
 from router.programs import BranchText
 from router.streaming.sse import EventStream
@@ -66,10 +66,10 @@ class _CompletionRoutes:
         service, body, size = await self._models.read(request, ChatRequest)
         service.check_priority(body.priority, client_of(request))
         body = service.defaults.complete(body)
-        job = await service.in_thread(
+        prepared = await service.in_thread(
             request,
             size,
-            chat_job,
+            prepare_chat,
             body,
             service.output_format,
             service.tokenizer,
@@ -80,7 +80,7 @@ class _CompletionRoutes:
             service.config.clamp_max_tokens,
         )
         return await answered(
-            request, service, bool(body.stream), job, ChatFormat(job, service.model, service.tokenizer)
+            request, service, bool(body.stream), prepared, ChatFormat(prepared, service.model, service.tokenizer)
         )
 
     async def completions(self, request: Request) -> Response:
@@ -89,11 +89,11 @@ class _CompletionRoutes:
         service, body, size = await self._models.read(request, CompletionRequest)
         service.check_priority(body.priority, client_of(request))
 
-        async def prepared(call: CompletionRequest, arrived: float) -> PreparedRequest:
+        async def prepare(call: CompletionRequest, arrived: float) -> PreparedRequest:
             return await service.in_thread(
                 request,
                 size,
-                completion_job,
+                prepare_completion,
                 call,
                 service.tokenizer,
                 service.context_length,
@@ -104,13 +104,13 @@ class _CompletionRoutes:
             )
 
         calls = [service.defaults.complete(call) for call in template_calls(body)]
-        job = await prepared(calls[0], arrived)
+        prepared = await prepare(calls[0], arrived)
         if len(calls) == 1:
-            form = CompletionFormat(job, service.model, service.tokenizer)
-            return await answered(request, service, bool(body.stream), job, form)
+            form = CompletionFormat(prepared, service.model, service.tokenizer)
+            return await answered(request, service, bool(body.stream), prepared, form)
         state = request.state
-        state.also_named(job.id)
-        template = TemplateStream(service, calls, job, prepared, state.name, state.ticket, state.timeout_s)
+        state.also_named(prepared.id)
+        template = TemplateStream(service, calls, prepared, prepare, state.name, state.ticket, state.timeout_s)
         return EventStream(template.stream)
 
     async def choices(self, request: Request) -> Response:
@@ -120,10 +120,10 @@ class _CompletionRoutes:
         branch = BranchText()
         if body.program is not None:
             branch = held_branch(service.programs, body.program, self._keys.tenant(request)).branch
-        job = await service.in_thread(
+        prepared = await service.in_thread(
             request,
             size * len(body.choices),
-            choices_job,
+            prepare_choices,
             body,
             service.tokenizer,
             service.context_length,
@@ -132,7 +132,7 @@ class _CompletionRoutes:
             branch_call(body.program, self._keys.tenant(request)),
             branch,
         )
-        return await answered(request, service, False, job.prepared, ChoicesFormat(job, service.model))
+        return await answered(request, service, False, prepared.request, ChoicesFormat(prepared, service.model))
 
     async def end_program(self, request: Request, program_id: str) -> Response:
         """Ends a program: what its branches hold is forgotten, and its leases end."""

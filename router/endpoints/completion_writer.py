@@ -3,8 +3,7 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.endpoints.endings import prompt_logprobs, stopped_by
-from router.endpoints.schema_report import schema_report
+from router.endpoints.endings import prompt_logprobs, schema_report, stopped_by
 from router.prepare.prepared_request import PreparedRequest
 from router.streaming.sse import DONE, event
 from router.text.output_text import Piece, TokenText
@@ -18,8 +17,8 @@ class CompletionFormat:
 
     continues = True
 
-    def __init__(self, job: PreparedRequest, model: str, tokenizer: Tokenizer) -> None:
-        self._job = job
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: Tokenizer) -> None:
+        self._prepared = prepared
         self._model = model
         self._tokenizer = tokenizer
         self._begun: set[int] = set()  # choices whose prompt the stream has told
@@ -29,46 +28,46 @@ class CompletionFormat:
 
     def chunk(self, index: int, piece: Piece, usage: Usage) -> bytes:
         """The server-sent event for one piece; empty if it has no text, no tokens and no finish reason."""
-        wanted_ids = self._job.wants_token_ids and piece.token_ids
+        wanted_ids = self._prepared.wants_token_ids and piece.token_ids
         if not (piece.text or piece.tokens or piece.finish_reason or wanted_ids):
             return b""
-        seen: ChunkUsage = None if self._job.include_usage else UNSET
-        return event(self._completion([self._choice(index, piece)], usage if self._job.usage_so_far else seen))
+        seen: ChunkUsage = None if self._prepared.include_usage else UNSET
+        return event(self._completion([self._choice(index, piece)], usage if self._prepared.usage_so_far else seen))
 
     def closing(self, usage: Usage) -> bytes:
         """The end of the stream: the usage if the client asked for it, and `[DONE]`."""
-        return (event(self._completion([], usage)) if self._job.include_usage else b"") + DONE
+        return (event(self._completion([], usage)) if self._prepared.include_usage else b"") + DONE
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
         choices: list[CompletionChoice] = []
-        for sequence, answer in zip(self._job.sequences, answers, strict=True):
+        for sequence, answer in zip(self._prepared.sequences, answers, strict=True):
             choice = self._choice(sequence.index, answer)
             if sequence.first:
-                choice.prompt_logprobs = prompt_logprobs(answer, self._job, sequence.index, self._tokenizer)
+                choice.prompt_logprobs = prompt_logprobs(answer, self._prepared, sequence.index, self._tokenizer)
             else:
                 choice.prompt_logprobs = choices[-1].prompt_logprobs
             choices.append(choice)
         return msgspec.json.encode(self._completion(choices, usage))
 
     def _completion(self, choices: list[CompletionChoice], usage: ChunkUsage) -> Completion:
-        job = self._job
-        return Completion(id=job.id, created=job.created, model=self._model, choices=choices, usage=usage)
+        prepared = self._prepared
+        return Completion(id=prepared.id, created=prepared.created, model=self._model, choices=choices, usage=usage)
 
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
-        logprobs = self._logprobs(piece.tokens) if self._job.wants_logprobs else None
+        logprobs = self._logprobs(piece.tokens) if self._prepared.wants_logprobs else None
         prompt_ids: list[int] | UnsetType = UNSET
-        if self._job.wants_prompt_ids and index not in self._begun:
+        if self._prepared.wants_prompt_ids and index not in self._begun:
             self._begun.add(index)
-            prompt_ids = self._job.prompt_ids(index)
+            prompt_ids = self._prepared.prompt_ids(index)
         return CompletionChoice(
             index,
             piece.text,
             logprobs,
-            piece.finish_reason,
-            token_ids=piece.token_ids if self._job.wants_token_ids else UNSET,
+            finish_reason=piece.finish_reason,
+            token_ids=piece.token_ids if self._prepared.wants_token_ids else UNSET,
             prompt_token_ids=prompt_ids,
             schema_check=schema_report(piece),
-            **stopped_by(piece, self._job),
+            **stopped_by(piece, self._prepared),
         )
 
     def _logprobs(self, tokens: list[TokenText]) -> CompletionLogprobs:

@@ -159,7 +159,7 @@ class _Probe:
 async def _generates(service: Service) -> bool:
     """Whether a model gives a token; one without replicas, whether autoscaling would start some."""
     if not service.replicas.ready:
-        return service.answers
+        return service.can_answer
     try:
         async with asyncio.timeout(PROBE_S):
             one = service.generate(f"health-{secrets.token_hex(8)}", [0], GREEDY_TOKEN, PROBE_PRIORITY, perf_counter())

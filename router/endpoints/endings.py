@@ -1,4 +1,4 @@
-"""Facts about the end of a choice and about its prompt, as chat completions and completions tell them."""
+"""Facts about the end of a choice, its schema and its prompt, as chat completions and completions tell them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,32 +8,41 @@ from msgspec import UNSET, UnsetType
 from router.prepare.prepared_request import PreparedRequest
 from router.text.output_text import Piece
 from router.text.tokenizer import Tokenizer
-from router.wire.responses import PromptLogprob, PromptLogprobs, finite
+from router.wire.responses import PromptLogprob, PromptLogprobs, SchemaReport, finite
 from worker.messages import TokenLogprobs
 
 
-def stopped_by(piece: Piece, job: PreparedRequest) -> dict[str, Any]:
+def stopped_by(piece: Piece, prepared: PreparedRequest) -> dict[str, Any]:
     """`stop_reason` and `matched_stop` of a choice that ends with this piece; empty for a piece that ends none."""
     if piece.finish_reason is None:
         return {}
     token_id = piece.stop_token_id
-    asked = token_id if token_id in job.sequences[0].sampling.stop_token_ids else None
+    asked = token_id if token_id in prepared.sequences[0].sampling.stop_token_ids else None
     return {
         "stop_reason": asked if piece.stop is None else piece.stop,
         "matched_stop": token_id if piece.stop is None else piece.stop,
     }
 
 
+def schema_report(piece: Piece) -> SchemaReport | UnsetType:
+    """The report on a choice whose schema is enforced in part, in its last piece."""
+    check = piece.check
+    if check is None or piece.finish_reason is None:
+        return UNSET
+    narrowed = check.narrowed or UNSET
+    return SchemaReport(check.not_enforced, check.valid, check.violation, piece.sampled_again, narrowed)
+
+
 def prompt_logprobs(
-    answer: Piece, job: PreparedRequest, index: int, tokenizer: Tokenizer
+    answer: Piece, prepared: PreparedRequest, index: int, tokenizer: Tokenizer
 ) -> PromptLogprobs | UnsetType:
     """`prompt_logprobs` of the prompt of choice number `index`, if the request asks for them. `answer`: the first
     choice of that prompt."""
-    if job.prompt_logprobs is None:
+    if prepared.prompt_logprobs is None:
         return UNSET
     # A sequence that was resumed has lost them.
-    found: Sequence[TokenLogprobs | None] = answer.prompt_logprobs or [None] * len(job.prompt_ids(index))
-    return [None if entry is None else _position(entry, job.prompt_logprobs, tokenizer) for entry in found]
+    found: Sequence[TokenLogprobs | None] = answer.prompt_logprobs or [None] * len(prepared.prompt_ids(index))
+    return [None if entry is None else _position(entry, prepared.prompt_logprobs, tokenizer) for entry in found]
 
 
 def _position(entry: TokenLogprobs, most: int, tokenizer: Tokenizer) -> dict[str, PromptLogprob]:

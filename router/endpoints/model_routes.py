@@ -103,18 +103,18 @@ class _ModelRoutes:
             root=listed.model,
             parent=listed.model if listed.name != listed.model else None,
         )
-        if isinstance(listed.answers, Service):
-            if listed.answers.adapter is not None:
-                card.root = listed.answers.adapter.path
-            card.max_model_len = listed.answers.context_length
-            card.default_sampling = dict(listed.answers.defaults.values)
+        if isinstance(listed.served, Service):
+            if listed.served.adapter is not None:
+                card.root = listed.served.adapter.path
+            card.max_model_len = listed.served.context_length
+            card.default_sampling = dict(listed.served.defaults.values)
         else:
             card.owned_by = "upstream"
         return card
 
     def _anthropic_card(self, listed: ListedModel) -> AnthropicModel:
         """A name in Anthropic's list."""
-        context_length = listed.answers.context_length if isinstance(listed.answers, Service) else None
+        context_length = listed.served.context_length if isinstance(listed.served, Service) else None
         return AnthropicModel(
             id=listed.name,
             display_name=listed.name,

@@ -46,7 +46,7 @@ class _OperatorRoutes:
         would get one for the request (autoscaling to zero), or is at another endpoint, else 503. By the first model
         that is down, a load balancer would take out all others. 503 also once the router is being taken away."""
         models, reached = self._models, self._reached()
-        answers = any(service.answers for service in models.services) or bool(models.upstreams)
+        answers = any(service.can_answer for service in models.services) or bool(models.upstreams)
         is_ready = answers and not models.leaving and not models.shutdown.has_come
         health = Health("ok" if is_ready else "not ready", sum(reached.values()), reached)
         return json_response(health, 200 if is_ready else 503)

@@ -88,22 +88,26 @@ class TemplateStream:
     async def stream(self, emit: Emit) -> None:
         """Emits server-sent events: one for each answer, then the sum of their tokens. Raises ApiError."""
         usage = NO_USAGE
-        job = self._first
-        async with within(self._timeout_s, job.arrived, self._service.missed_deadline):
+        prepared = self._first
+        async with within(self._timeout_s, prepared.arrived, self._service.missed_deadline):
             for number, call in enumerate(self._calls):
                 if number > 0:
-                    job = replace(await self._prepare(call, perf_counter()), id=job.id, created=job.created)
-                job = replace(job, sequences=[replace(sequence, index=number) for sequence in job.sequences])
-                form = _CallFormat(job, self._service, usage, is_last=number == len(self._calls) - 1)
-                await Generation(self._service, job, form, self._name, self._ticket).stream(emit)
+                    prepared = replace(
+                        await self._prepare(call, perf_counter()), id=prepared.id, created=prepared.created
+                    )
+                prepared = replace(
+                    prepared, sequences=[replace(sequence, index=number) for sequence in prepared.sequences]
+                )
+                form = _CallFormat(prepared, self._service, usage, is_last=number == len(self._calls) - 1)
+                await Generation(self._service, prepared, form, self._name, self._ticket).stream(emit)
                 usage = form.usage
 
 
 class _CallFormat(CompletionFormat):
     """Writes one answer of a template. `usage`: the tokens of this call and those before, once it has ended."""
 
-    def __init__(self, job: PreparedRequest, service: Service, before: Usage, is_last: bool) -> None:
-        super().__init__(job, service.model, service.tokenizer)
+    def __init__(self, prepared: PreparedRequest, service: Service, before: Usage, is_last: bool) -> None:
+        super().__init__(prepared, service.model, service.tokenizer)
         self.usage = before
         self._is_last = is_last
 

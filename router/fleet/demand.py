@@ -71,6 +71,6 @@ class Sleep:
             self._slept_s = None
 
     @property
-    def answers(self) -> bool:
+    def can_answer(self) -> bool:
         """True while it sleeps, and while it may wake."""
         return self._slept_s is not None and self._clock() - self._slept_s < self._start_s

@@ -106,7 +106,7 @@ class Fleet:
         self._indexes: dict[int, PrefixIndex] = {}  # by page size: one, unless replicas differ
         # For each index, the slot of each row in it; None after a change. Rows without a cache there have slot -1.
         self._cache_slots: list[tuple[PrefixIndex, NDArray[np.intp]]] | None = None
-        self._expected = OptimisticPrefixes()
+        self._optimistic = OptimisticPrefixes()
         self._stale: set[str] = set()
         self._booked: dict[str, Booked] = {}
         self._popularity = Popularity()
@@ -166,7 +166,7 @@ class Fleet:
             if replica is not None:
                 now_s = self._clock()
                 replica.take_load(load, now_s)
-                self._expected.expire(now_s)  # a burst that has expired is no later placement's to drop
+                self._optimistic.expire(now_s)  # a burst that has expired is no later placement's to drop
                 self._stale.add(replica_id)
                 if load.length_sample is not None:
                     self._length_samples.append(load.length_sample)
@@ -211,7 +211,7 @@ class Fleet:
             self._turn += 1
             replica = self._replicas[self._names[rows[best]]]
             booked = self._book(request_id, replica, num_tokens, int(cached[best]))
-            self._expected.add(replica.slot, hashes, self._clock())
+            self._optimistic.add(replica.slot, hashes, self._clock())
         booking = booked.booking
         if self.on_booking is not None:
             self.on_booking(
@@ -238,7 +238,7 @@ class Fleet:
                 replica.peers.add(peer, now_s)
                 self._stale.add(peer.replica_id)
             self._popularity.add(peer.hashes, len(self._replicas))
-            self._expected.add(replica.slot, peer.hashes, now_s)
+            self._optimistic.add(replica.slot, peer.hashes, now_s)
 
     def shortest_queue(self, exclude: Collection[str] = ()) -> ShortestQueue | None:
         """The least queue of all known replicas, without those of `exclude`; None if there is none."""
@@ -343,7 +343,7 @@ class Fleet:
         self, prompt: bytes, hashes: Sequence[int], ends: Sequence[int], home: Home | None
     ) -> NDArray[np.float64]:
         """Tokens of the prompt that each replica has cached or will have soon, [rows]."""
-        marked = self._expected.match(hashes, self._clock(), self._num_slots)[self._slots]
+        marked = self._optimistic.match(hashes, self._clock(), self._num_slots)[self._slots]
         cached = np.array([0.0, *ends])[marked]
         goes_on_anywhere = True
         for index, slots in self._known_caches():
@@ -402,7 +402,7 @@ class Fleet:
             for request_id in gone:
                 del self._booked[request_id]
             self._drop_cache(replica)
-            self._expected.forget(replica.slot)
+            self._optimistic.forget(replica.slot)
 
     def _make_table(self) -> None:
         self._names = sorted(self._replicas)

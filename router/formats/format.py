@@ -99,6 +99,7 @@ class Markers:
     | `pattern` | those that count wherever their characters stand; None if there are none |
     | `firsts` | a pattern of their first characters |
     | `firsts_and_newline` | the same, and a line's end |
+    | `firsts_and_last_space` | the same, and white space at the end of the text |
     | `firsts_and_escapes` | the same, and what JSON escapes in strings |
     | `prefixes` | their proper beginnings |
     | `tokens` | those that count only where one token wrote them |
@@ -114,4 +115,5 @@ class Markers:
         firsts = "".join(re.escape(marker[0]) for marker in free)
         self.firsts = re.compile(f"[{firsts}]") if free else None
         self.firsts_and_newline = re.compile(rf"[{firsts}\n]")
+        self.firsts_and_last_space = re.compile(rf"[{firsts}]|\s\Z" if firsts else r"\s\Z")
         self.firsts_and_escapes = re.compile(rf'[{firsts}"\\\x00-\x1f]')

@@ -7,13 +7,15 @@
 
 - The deltas, joined, depend only on the text and its marks, never on where the text is cut.
 - White space alone between thinking, calls and the end is markup, and is dropped. So are the lines' ends at both ends
-  of thinking, and those before the text that follows it.
+  of thinking, and those before the text that follows it; and, where the format says so, white space between text and
+  a call.
 - Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer. A token that
   ends thinking where there is none is no text either.
 - A call may begin in thinking, and then ends it, if the marker is a token.
 - A call without markers may be of any tool where it begins the answer, and elsewhere of a known tool only. So may one
   outside a section, if its own marker tells it from text; the end of a section that did not begin is dropped.
-- Between the beginning of a section and the marker of its first call, what is none is dropped.
+- Between the beginning of a section and the marker of its first call, what is none is dropped. Where the format says
+  so, a section without its beginning that repeats the one before is dropped too.
 - What looks like a call and is none, before its name is known, is text, markers included. Afterwards it is a call, and
   what is wrong in it is passed on as its arguments, or comes back as text after it.
 - A call of a tool that was not given is a call all the same: the protocol decides what to do with it.
@@ -49,6 +51,8 @@ class Lexer:
         self._source = self._reader.source
         self._thinking = format.thinking
         self._tools = format.tools if calls and format.tools is not None else _NO_TOOLS
+        begins = (*self._tools.begins, *(call.begin for call in self._tools.calls), self._tools.bare)
+        self._call_begins = frozenset(filter(None, begins))
         self._is_first = True  # nothing of the answer has come yet
         self._in_section = False
         self._has_called = False
@@ -87,6 +91,8 @@ class Lexer:
         follows. `is_cut`: more would have followed; otherwise only a token says so."""
         marker, rest = self._reader.pending, self._source.text[self._source.at :]
         format = self._reader.format
+        if self._tools.trims:
+            rest = rest.lstrip()
         if format.tools is not None and any(piece in rest for piece in format.tools.pieces):
             return any(mark.startswith(rest) for mark in format.markers)
         if not marker or marker == self._tools.bare:
@@ -140,14 +146,20 @@ class Lexer:
             self._is_first = False
             has_text = True
             while True:
-                found = yield from reader.stream(TextDelta, *self._markers())
+                markers = self._markers()
+                found = yield from reader.stream(TextDelta, *markers, holds_space=self._tools.trims)
                 if found is None:
                     return
-                source.keep()
+                at, _ = source.find(reader.format.marker_set(*markers))
+                if found not in self._call_begins:
+                    reader.text(source.take(at))
+                start, end = source.keep(), source.base + at + 1
+                source.at = at
                 if (yield from self._special(found, may_be_bare=False)):
                     break
+                source.go_to(start)
                 source.release()
-                reader.text(source.take(source.at + 1))
+                reader.text(source.take(end - source.base))
 
     def _markers(self) -> tuple[str, ...]:
         """Markers that end the text here."""
@@ -194,6 +206,8 @@ class Lexer:
         if begins_section:
             source.at += len(marker)
             yield from source.space()
+            if tools.repeats:
+                source.record()
             known_only = False
         elif marker == tools.bare:
             known_only = not may_be_bare or self._has_called
@@ -217,7 +231,9 @@ class Lexer:
         so once more."""
         reader, source = self._reader, self._source
         yield from source.newlines()
+        before = source.marks.get(source.offset)
         if opened and (yield from source.accept(thinking.begin)):
+            reader.open_thinking(None if before is None else before + 1)
             yield from source.newlines()
         if (yield from source.accept(thinking.label)):
             yield from source.newlines()
@@ -308,6 +324,7 @@ class Lexer:
             if (yield from source.accept(*tools.ends)):
                 self._in_section = False
                 source.release()
+                yield from self._leave_out(source.recorded(start) if tools.repeats else "")
                 return
             if is_list and (yield from source.accept(syntax.list_end)):
                 is_list = False
@@ -326,3 +343,19 @@ class Lexer:
             source.go_to(start)
             source.release()
             return
+
+    def _leave_out(self, section: str) -> Reading[None]:
+        """Drops what repeats the calls of a section, each time with the section's end. Otherwise the source is where it
+        was."""
+        source = self._source
+        found = bool(section)
+        while found:
+            start = source.keep()
+            yield from source.space()
+            found = bool((yield from source.accept(section)))
+            if found:
+                yield from source.space()
+                found = bool((yield from source.accept(*self._tools.ends)))
+            if not found:
+                source.go_to(start)
+            source.release()

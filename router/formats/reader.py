@@ -77,17 +77,22 @@ class AnswerReader:
         since = self._thinking_since
         return self.thinking_tokens + (0 if since is None else max(0, num_tokens - since))
 
-    def stream(self, kind: type[TextDelta] | type[ThinkingDelta], *ends: str) -> Reading[str | None]:
-        """Passes on what comes before one of the markers, and returns that; None at the end of the text."""
+    def stream(
+        self, kind: type[TextDelta] | type[ThinkingDelta], *ends: str, holds_space: bool = False
+    ) -> Reading[str | None]:
+        """Passes on what comes before one of the markers, and returns that; None at the end of the text. `holds_space`:
+        white space before a marker is not consumed."""
         source, markers = self.source, self.format.marker_set(*ends)
         while True:
             at, marker = source.find(markers)
+            if holds_space and not (source.ended and marker is None):
+                at = source.at + len(source.text[source.at : at].rstrip())
             if at > source.at:
                 self.out.append(kind(source.take(at)))
             if marker is not None or source.ended:
                 return marker
             if source.at == len(source.text):
-                self.plain = kind, markers.firsts
+                self.plain = kind, markers.firsts_and_last_space if holds_space else markers.firsts
             yield
 
     def begin(self, name: str, call_id: str | None = None) -> None:

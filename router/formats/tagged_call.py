@@ -14,6 +14,7 @@ from router.formats.typed_values import as_object, plain, typed, unwrapped, valu
 from worker.formats.syntax import TaggedCall
 
 _STRING = frozenset({"string"})
+_NO_TYPES: frozenset[str] = frozenset()
 _LONGEST_NAME = 256
 _NAME = re.compile(r"[^<>{}]*")
 _KEY = re.compile(r"[^<>]*")
@@ -186,6 +187,8 @@ class _Arguments:
         else:
             value = "".join(parts)
             as_json = plain(value) if is_json else None
+            if as_json == "null" and value_types(self._schema, key, _NO_TYPES) == _STRING:
+                as_json = '"null"'  # the schema has strings only
             written = typed(value, types) if as_json is None else as_json
             if is_held:
                 self._held = before, written

@@ -108,7 +108,7 @@ class PreparedRequest:
         return next(sequence.prompt.token_ids for sequence in self.sequences if sequence.index == index)
 
 
-def chat_job(
+def prepare_chat(
     request: ChatRequest,
     format: OutputFormat,
     tokenizer: Tokenizer,
@@ -119,7 +119,7 @@ def chat_job(
     cut_at_context: bool = False,
 ) -> PreparedRequest:
     """Prepares a chat request: renders the template and tokenises. `call`: the program that it belongs to;
-    `cut_at_context`: as of `conversation_job`. Slow: run it in a thread. Raises ApiError."""
+    `cut_at_context`: as of `prepare_conversation`. Slow: run it in a thread. Raises ApiError."""
     if request.top_logprobs and not request.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     if request.program is not None and request.program.continues:
@@ -127,7 +127,7 @@ def chat_job(
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise invalid("'max_tokens' and 'max_completion_tokens' differ: send one of them.", "max_tokens")
-    job = conversation_job(
+    prepared = prepare_conversation(
         chat_conversation(request),
         request,
         format,
@@ -145,10 +145,10 @@ def chat_job(
     )
     excluded = request.include_reasoning is False or bool(request.reasoning and request.reasoning.exclude)
     if excluded or request.separate_reasoning is False:
-        job = replace(job, thinking_place="nowhere" if excluded else "content")
+        prepared = replace(prepared, thinking_place="nowhere" if excluded else "content")
     if request.prediction is None:
-        return job
-    return replace(job, prediction_ids=_prediction_ids(request.prediction, tokenizer, context_length))
+        return prepared
+    return replace(prepared, prediction_ids=_prediction_ids(request.prediction, tokenizer, context_length))
 
 
 def _prediction_ids(prediction: Prediction, tokenizer: Tokenizer, context_length: int) -> list[int]:
@@ -163,7 +163,7 @@ def _prediction_ids(prediction: Prediction, tokenizer: Tokenizer, context_length
         raise invalid(message, "prediction", "context_length_exceeded") from None
 
 
-def conversation_job(
+def prepare_conversation(
     conversation: Conversation,
     request: GenerationRequest,
     format: OutputFormat,
@@ -212,10 +212,10 @@ def conversation_job(
     )
     room = context_room(token_ids, context_length, messages_param)
     limit = _max_tokens(max_tokens, room, room, max_tokens_param, cut_at_context)
-    job = _job(request, id_prefix, [Prompt(token_ids)], sampling, [limit], arrived, grammar_param, call)
+    prepared = _prepared(request, id_prefix, [Prompt(token_ids)], sampling, [limit], arrived, grammar_param, call)
     budget = conversation.thinking.budget
     return replace(
-        job,
+        prepared,
         names_tier=names_tier,
         prompt_param=messages_param,
         syntax=syntax,
@@ -275,7 +275,7 @@ def _promised(grammar: Grammar | None) -> Promised:
     return "json" if grammar is not None and grammar.kind in ("json_schema", "json_object") else None
 
 
-def completion_job(
+def prepare_completion(
     request: CompletionRequest,
     tokenizer: Tokenizer,
     context_length: int,
@@ -285,7 +285,7 @@ def completion_job(
     cut_at_context: bool = False,
 ) -> PreparedRequest:
     """Prepares a request for completions: tokenises its prompts. `branches`: those of a program that it continues;
-    `cut_at_context`: as of `conversation_job`. Slow: run it in a thread. Raises ApiError."""
+    `cut_at_context`: as of `prepare_conversation`. Slow: run it in a thread. Raises ApiError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
     grammar_param, grammar = structure(request)
@@ -316,20 +316,20 @@ def completion_job(
         room = context_room(prompt.token_ids, context_length, "prompt")
         asked = request.max_tokens
         max_tokens.append(_max_tokens(asked, DEFAULT_COMPLETION_TOKENS, room, "max_tokens", cut_at_context))
-    job = replace(
-        _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, None),
+    prepared = replace(
+        _prepared(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, None),
         promised=_promised(grammar),
     )
     if not branches:
-        return job
+        return prepared
     sequences = [
         replace(sequence, call=branch.call, held=branch.held)
-        for sequence, branch in zip(job.sequences, branches, strict=True)
+        for sequence, branch in zip(prepared.sequences, branches, strict=True)
     ]
-    return replace(job, sequences=sequences, together=len(branches) > 1)
+    return replace(prepared, sequences=sequences, together=len(branches) > 1)
 
 
-def _job(
+def _prepared(
     request: GenerationRequest,
     prefix: str,
     prompts: list[Prompt],

@@ -191,15 +191,20 @@ class Delta(msgspec.Struct):
     reasoning: str | UnsetType | None = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct):
+class ChoicePart(msgspec.Struct, kw_only=True):
+    """A choice that may not be complete: what chunks of chats, and completions, say besides their text."""
+
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET  # present if the request asks for them
+    schema_check: SchemaReport | UnsetType = UNSET
+    stop_reason: StoppedBy | UnsetType = UNSET  # these two are present where there is a finish_reason
+    matched_stop: StoppedBy | UnsetType = UNSET
+
+
+class ChatChunkChoice(ChoicePart):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    schema_check: SchemaReport | UnsetType = UNSET
-    stop_reason: StoppedBy | UnsetType = UNSET  # these two are present in the last chunk of a choice
-    matched_stop: StoppedBy | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -226,17 +231,12 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class CompletionChoice(msgspec.Struct):
+class CompletionChoice(ChoicePart):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    token_ids: list[int] | UnsetType = UNSET  # these three are present if the request asks for them
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # these two are present if the request asks for them
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    schema_check: SchemaReport | UnsetType = UNSET
-    stop_reason: StoppedBy | UnsetType = UNSET  # these two are present where there is a finish_reason
-    matched_stop: StoppedBy | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):

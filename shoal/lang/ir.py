@@ -130,6 +130,11 @@ class ConstantText(Expr):
 class ExprList(Expr):
     parts: tuple[Expr, ...]
 
+    @property
+    def expr_list(self) -> list[Expr]:
+        """The parts, by SGLang's name."""
+        return list(self.parts)
+
 
 @dataclass(frozen=True)
 class Gen(Expr):
@@ -192,6 +197,16 @@ class SeparateReasoning(Expr):
     @staticmethod
     def reasoning_name(name: str) -> str:
         return f"{name}_reasoning_content"
+
+    process_name_for_reasoning = reasoning_name  # SGLang's name
+
+    @property
+    def name(self) -> str:
+        """The variable of the reasoning, or several with commas between them."""
+        return ", ".join(map(self.reasoning_name, self.names))
+
+    def __repr__(self) -> str:
+        return f"SeparateReasoning(model_type={self.model_type}, name={self.name})"
 
 
 @dataclass(frozen=True)

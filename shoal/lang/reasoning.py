@@ -41,7 +41,7 @@ MARKS: dict[str, Marks] = {
     "gpt-oss": Marks(
         "<|channel|>analysis<|message|>", "<|end|>", ("<|start|>assistant<|channel|>final<|message|>", "<|return|>")
     ),
-    "granite": Marks("<|start_of_thinking|>", "<|end_of_thinking|>"),
+    "granite": Marks("Here is my thought process:", "Here is my response:"),
     "hunyuan": Marks(around=("<answer>", "</answer>")),
     "kimi": Marks("◁think▷", "◁/think▷"),
     "kimi-k3": Marks(

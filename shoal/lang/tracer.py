@@ -110,6 +110,15 @@ class ProgramGraph:
     stop: str = ""
     returns: bool = False
 
+    @property
+    def last_node(self) -> "ProgramGraph":
+        """The graph itself: SGLang's scripts draw it from its last statement."""
+        return self
+
+    def print_graph_dfs(self) -> str:
+        """The statements in order, a line each."""
+        return "\n".join(f"%{node.number} branch {node.branch}: {node.expr!r}" for node in self.nodes)
+
     def prefix(self) -> str:
         """The constant text with which every run begins, up to the first placeholder or call."""
         texts: list[str] = []

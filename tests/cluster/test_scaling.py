@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import Config, ConfigError, load
-from cluster.scaling import AT_ONCE, MOST_BUSY, Scaling, Trend, wanted
+from cluster.scaling import MAX_BUSY_SHARE, MAX_GROWTH, Scaling, Trend, wanted
 from router.fleet.demand import Demand
 
 SCALING = Scaling(min_replicas=0, max_replicas=8, target_wait_s=2.0, downscale_delay_s=60.0)
@@ -99,7 +99,7 @@ def test_any_demand_keeps_the_bounds_and_changes_little_at_once(
         (after, reason), trend = wanted(scaling, number, demand, trend, 1.0)
         assert scaling.min_replicas <= after <= scaling.max_replicas
         if reason != "bounds":
-            assert number - 1 <= after <= max(1, AT_ONCE * number)
+            assert number - 1 <= after <= max(1, MAX_GROWTH * number)
         assert (after == number) == (reason == "steady")
         number = after
 
@@ -116,7 +116,7 @@ def test_an_even_load_comes_to_rest(work: float, number: int) -> None:
     rest = numbers[-1]
     assert set(numbers[200:]) == {rest}
     assert rest > work or rest == 8
-    assert rest == 1 or work > MOST_BUSY * (rest - 1) or math.isclose(work, MOST_BUSY * (rest - 1))
+    assert rest == 1 or work > MAX_BUSY_SHARE * (rest - 1) or math.isclose(work, MAX_BUSY_SHARE * (rest - 1))
 
 
 @pytest.mark.parametrize(

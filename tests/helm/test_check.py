@@ -695,12 +695,12 @@ def test_the_image_holds_what_the_chart_and_the_project_say(tmp_path: Path) -> N
     copied = {line.split()[-1] for line in lines if line.startswith("COPY --chown=shoal:shoal") and "./" not in line}
     assert copied == packages
     kept = {line[1:] for line in (ROOT / "helm" / "Dockerfile.dockerignore").read_text().split() if line[0] == "!"}
-    assert kept == packages | {"pyproject.toml", "requirements.lock", "README.md", "LICENSE"}
+    assert kept == packages | {"pyproject.toml", "requirements.lock", "requirements.gpu.lock", "README.md", "LICENSE"}
     assert all((ROOT / name).exists() for name in kept)
 
     # The base for GPUs is the one with their compiler; the device that the chart calls cuda has FlashInfer.
-    install = re.findall(r"pip install --constraint requirements\.lock (.+)", dockerfile)[0]
-    for path, what in ((tmp_path / "empty", "."), (nvcc.parent, ".[gpu]")):
+    install = re.findall(r"--no-deps --requirement requirements\.lock \\\n +(.+)", dockerfile)[0]
+    for path, what in ((tmp_path / "empty", ""), (nvcc.parent, "--requirement requirements.gpu.lock")):
         command = ["/bin/bash", "-c", f"echo {install}"]
         said = subprocess.run(command, env={"PATH": str(path)}, text=True, capture_output=True, check=True)
         assert (said.stdout.strip(), said.stderr) == (what, "")
@@ -709,7 +709,7 @@ def test_the_image_holds_what_the_chart_and_the_project_say(tmp_path: Path) -> N
     assert f"USER {security['runAsUser']}:{security['runAsGroup']}" in lines
     assert f"EXPOSE {container(workers({}))['ports'][0]['containerPort']}" in lines
     assert " wget " in dockerfile.replace("\\\n", " ")  # KubeRay's probes
-    assert 'torch==2.13.0"' in (ROOT / "Makefile").read_text() and "pip install torch==2.13.0" in dockerfile
+    assert "torch==2.13.0\n" in (ROOT / "Makefile").read_text() and "pip install torch==2.13.0" in dockerfile
 
 
 def test_autoscaled_replicas_have_room_and_serve_lets_their_numbers_change() -> None:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pipeline.padding import MOST_TOKENS, UNPADDED, PaddedSizes, decode_sizes, mixed_sizes, token_sizes
+from pipeline.padding import MAX_GRAPH_TOKENS, UNPADDED, PaddedSizes, decode_sizes, mixed_sizes, token_sizes
 from pipeline.shape import BatchShape
 
 
@@ -22,7 +22,7 @@ def test_ladders():
 @pytest.mark.parametrize("token_budget", [100, 8192])
 def test_a_step_has_the_rows_of_the_next_graph(token_budget):
     rows = PaddedSizes.of_graphs(512, token_budget)
-    graphs = token_sizes(min(MOST_TOKENS, token_budget))
+    graphs = token_sizes(min(MAX_GRAPH_TOKENS, token_budget))
     for n in (1, 2, 3, 61, 64, 65, 80, 81, 256, 257, 512):
         assert rows.padded(BatchShape([(700, 1)] * n)) == min(size for size in decode_sizes(512) if size >= n)
     for n in (2, 16, 17, 99, 100, 101, 130, 256, 257, 300, 511, 513, 600):

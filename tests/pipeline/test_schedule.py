@@ -196,7 +196,7 @@ def test_one_stage_finds_out_that_long_steps_are_cheap():
     said = StageSpec(MODELS["llama-70b"], DEVICES["h200"], 80, ranks=4)
     model = CostModel(said.seconds)
     uniform = make_policy("uniform", PolicySettings(1, 8192, [model], None))
-    for _ in range(20 * Uniform.REFRESH_EVERY):
+    for _ in range(20 * Uniform.REFRESH_EVERY_STEPS):
         budget = uniform.begin(view([], [100_000]))
         [size] = fill(budget, prompts=[(0, 50_000)])[1]
         model.observe(budget.shape, 0.012 + 63e-6 * size)
@@ -285,7 +285,7 @@ def test_as_many_are_in_flight_as_each_may_hold_a_wave():
     def after_a_while(slo_s, token_budget=8192):
         uniform = policy("uniform", stages=2, token_budget=token_budget, slo_s=slo_s, exposed_s=0.001)
         loaded = view([4000] * 8, [100_000])
-        for _ in range(Uniform.REFRESH_EVERY):
+        for _ in range(Uniform.REFRESH_EVERY_STEPS):
             budget = uniform.begin(loaded)
         back = view([4000] * 8, [100_000], in_flight=[budget.shape] * 2, ahead_s=0.001, returning_s=0.002)
         return uniform, budget, back
@@ -411,7 +411,7 @@ def test_as_many_decodes_go_as_cost_what_the_others_do(contexts, others, places,
     assert 1 <= taken <= most
     if taken == most:
         return
-    worth = 1 + EvenDecodes.WORTH
+    worth = 1 + EvenDecodes.MIN_GAIN
     assert max(own_s(taken), other_s(taken)) * worth < own_s(most)
     if own_s(taken) < other_s(taken):
         assert own_s(taken + 1) > other_s(taken) * worth

@@ -23,7 +23,7 @@ def shown(command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: Cap
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_width_breaks_a_word(command: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr("shoal.help.WIDEST", 10_000)
+    monkeypatch.setattr("shoal.help.MAX_COLUMNS", 10_000)
     whole = " ".join(shown(command, 10_000, monkeypatch, capsys)).split()
     monkeypatch.undo()
     assert len(whole) > 10

@@ -9,7 +9,7 @@ import pytest
 
 import shoal
 from cluster.config import ConfigError
-from shoal.lang.ir import SglExprList, SglGen
+from shoal.lang.ir import SglExprList, SglGen, SglSeparateReasoning
 from shoal.lang.reasoning import split_reasoning
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096, "cpu_threads": 1}
@@ -88,6 +88,20 @@ def test_names_of_expressions() -> None:
     made = shoal.gen("x") + "y"
     assert isinstance(made, SglExprList) and isinstance(made.parts[0], SglGen)
     assert SglGen("x").name == "x"
+    split = shoal.separate_reasoning(shoal.gen("x"), model_type="any-model").expr_list
+    assert split[0] == shoal.gen("x") and isinstance(split[1], SglSeparateReasoning)
+    assert (split[1].model_type, split[1].name) == ("any-model", "x_reasoning_content")
+    assert split[1].process_name_for_reasoning("y") == "y_reasoning_content"
+    assert repr(split[1]) == "SeparateReasoning(model_type=any-model, name=x_reasoning_content)"
+
+
+def test_the_drawing_of_a_graph() -> None:
+    @shoal.function
+    def ask(s: Any, question: str) -> None:
+        s += question + shoal.gen("x", stop=".")
+
+    drawn = ask.bind(question="Why?").trace().last_node.print_graph_dfs()
+    assert drawn.startswith("%0 branch 0: ") and "'Why?'" in drawn and "Gen(name='x'" in drawn
 
 
 @pytest.mark.parametrize(

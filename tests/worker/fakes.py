@@ -15,7 +15,7 @@ from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components
 from worker.executor.attention_selector import AttentionChoice
 from worker.executor.executor import Executor, ForwardOutput
-from worker.kv_layout import KVGroup, KVLayout
+from worker.kv_layout import SLOT, KVGroup, KVLayout, KVPlace
 from worker.messages import Failure, Grammar
 from worker.progress import NewestSteps
 from worker.scheduler.kv_demand import KVClaim, peak_pages
@@ -23,6 +23,20 @@ from worker.step import PENDING, Chunk, Plan, SampledTokens, StepTime
 from worker.structured_output.compiling.answer_verdict import AnswerToCheck
 
 MASK = (1 << 62) - 1
+
+
+class Copy(NamedTuple):
+    """A row of `Plan.copies`."""
+
+    chunk: int
+    position: int
+    source: KVPlace
+    destination: KVPlace
+
+
+def copies_of(plan: Plan) -> list[Copy]:
+    """The copies of a plan one by one."""
+    return [Copy(*row[:2], KVPlace(*row[2:5]), KVPlace(*row[5:])) for row in plan.copies.tolist()]
 
 
 def mix(state: int, value: int) -> int:
@@ -109,10 +123,14 @@ class FakeExecutor(Executor):
         assert not self.expected or self.expected.pop(0) is plan
         self.plans.append(plan)
         assert len(set(plan.slots.tolist())) == len(plan)
-        copies = {index: [copy[1:] for copy in plan.copies.tolist() if copy[0] == index] for index in range(len(plan))}
+        copies = copies_of(plan)
         if self.has_states:
             self._begin_states(plan, copies)
-        seen = [row for index, chunk in enumerate(plan.chunks) for row in self._chunk(chunk, copies[index])]
+        seen = [
+            row
+            for index, chunk in enumerate(plan.chunks)
+            for row in self._chunk(chunk, [copy for copy in copies if copy.chunk == index])
+        ]
         if self.window is not None:
             self._run_windows(plan, self.window)
         return ForwardOutput(self.logits(seen))
@@ -143,25 +161,30 @@ class FakeExecutor(Executor):
             assert (self.window_kv[where[:begun]] == self.kv[there[:begun]]).all(), "a window of other tokens"
             self.window_kv[where[begun:]] = self.kv[there[begun:]]
 
-    def _begin_states(self, plan: Plan, copies: dict[int, list[list[int]]]) -> None:
+    def _begin_states(self, plan: Plan, copies: list[Copy]) -> None:
         """Recurrent states as they are before the step. Rows are read before any is written."""
-        read = {index: self.rows[row] for index, some in copies.items() for at, row in some if at == plan.starts[index]}
+        reads = [copy for copy in copies if copy.destination.tier == SLOT]
+        assert all(copy.position == plan.starts[copy.chunk] for copy in reads), "states that a chunk has changed"
+        assert all(copy.destination.unit == plan.slots[copy.chunk] for copy in reads), "another sequence's slot"
+        read = {copy.chunk: self.rows[copy.source.unit] for copy in reads}
         for index, (slot, start) in enumerate(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True)):
             if start == 0 or index in read:
                 self.states[slot] = read.get(index, (0, 0))
 
-    def _run_states(self, chunk: Chunk, token_ids: list[int], copies: list[list[int]]) -> int:
+    def _run_states(self, chunk: Chunk, token_ids: list[int], copies: list[Copy]) -> int:
         """Goes on from the states of the chunk's slot, and saves them in rows. Returns the hash of all tokens."""
         at, state = self.states[chunk.slot]
         assert at == chunk.start, "states after other tokens"
         for token in token_ids:
             at, state = at + 1, mix(state, token)
-            for _, row in (copy for copy in copies if copy[0] == at):
-                self.rows[row] = at, state
+            for copy in copies:
+                if copy.source.tier == SLOT and copy.position == at:
+                    assert copy.source.unit == chunk.slot, "states of another sequence"
+                    self.rows[copy.destination.unit] = at, state
         self.states[chunk.slot] = at, state
         return state
 
-    def _chunk(self, chunk: Chunk, copies: list[list[int]]) -> list[int]:
+    def _chunk(self, chunk: Chunk, copies: list[Copy]) -> list[int]:
         """What the next token depends on, after each of the last `num_logits` tokens."""
         token_ids = chunk.token_ids
         if token_ids == [PENDING]:

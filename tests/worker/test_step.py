@@ -1,11 +1,14 @@
 """Plans as columns: what goes to the other ranks, what is left of one, and the tables that follow from them."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 
+from tests.worker.fakes import Copy, copies_of
 from worker.executor.page_table import PageTable
+from worker.kv_layout import DEVICE, SLOT, KVPlace
 from worker.step import PENDING, Chunk, Plan
 
 CHUNKS = [
@@ -14,8 +17,10 @@ CHUNKS = [
     Chunk(8, 16, [1], 4, [11], 1),
     Chunk(2, 4, [2, 3], 1, [12, 13], 2, 1),
 ]
-# Of chunks, by index: checkpoints, and adapters.
-CHECKPOINTS, ADAPTERS = [(1, 2, 7), (1, 3, 8), (3, 4, 9)], [(0, 1, 5), (2, 0, 6)]
+# Of chunks, by index: rows of states that are written, written and read, and adapters.
+OWN, SAVED = partial(KVPlace, 2, SLOT), partial(KVPlace, 2, DEVICE)
+COPIES = [Copy(1, 2, OWN(0), SAVED(7)), Copy(1, 3, OWN(0), SAVED(8)), Copy(3, 4, SAVED(9), OWN(2))]
+ADAPTERS = [(0, 1, 5), (2, 0, 6)]
 
 
 def rich_plan(step: int) -> Plan:
@@ -23,7 +28,8 @@ def rich_plan(step: int) -> Plan:
     those of the first."""
     plan = Plan.from_chunks(step, CHUNKS)
     plan.pages = np.concatenate((plan.pages, plan.pages + np.int32(100)))
-    plan.copies, plan.adapters = (np.array(some, dtype=np.int32) for some in (CHECKPOINTS, ADAPTERS))
+    rows = [(copy.chunk, copy.position, *copy.source, *copy.destination) for copy in COPIES]
+    plan.copies, plan.adapters = np.array(rows, dtype=np.int32), np.array(ADAPTERS, dtype=np.int32)
     return plan
 
 
@@ -33,7 +39,7 @@ def test_a_plan_is_the_same_on_every_rank():
     there = Plan.decode(plan.encode())
     assert there.chunks == CHUNKS and there.step == 7_000_000_000
     assert there.pages.tolist() == [[9, 4, 11, 12, 13], [109, 104, 111, 112, 113]]
-    assert (there.copies.tolist(), there.adapters.tolist()) == ([*map(list, CHECKPOINTS)], [*map(list, ADAPTERS)])
+    assert (copies_of(there), there.adapters.tolist()) == (COPIES, [*map(list, ADAPTERS)])
     one = Plan.from_chunks(1, CHUNKS[:1])
     assert Plan.decode(one.encode()).chunks == CHUNKS[:1] and one.pages.shape == (1, 0)
 
@@ -45,8 +51,8 @@ def test_chunks_are_left_out(chosen):
     assert left.num_tokens == left.lengths.sum() and len(left) == mask.sum()
     assert left.pages[1].tolist() == (left.pages[0] + 100).tolist()
     indices = np.flatnonzero(mask).tolist()
-    for pairs, whole in ((left.copies, CHECKPOINTS), (left.adapters, ADAPTERS)):
-        assert [(indices[index], *rest) for index, *rest in pairs.tolist()] == [one for one in whole if mask[one[0]]]
+    for pairs, whole in ((copies_of(left), COPIES), (left.adapters.tolist(), ADAPTERS)):
+        assert [(indices[index], *rest) for index, *rest in pairs] == [one for one in whole if mask[one[0]]]
     if chosen:
         assert left.chunks == [chunk for chunk, stays in zip(CHUNKS, mask, strict=True) if stays]
 

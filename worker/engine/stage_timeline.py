@@ -17,7 +17,7 @@ from worker.step import StepTime
 
 # Planning of the next step begins one lead before the device ends its backlog. LEADS_S has the shortest, the initial
 # and the longest lead. On an H200 a step of decodes takes its host 1 ms. The lead changes by at most LEAD_STEP_S per
-# step, so that a fraction LATE of the steps that were put off make the device wait longer than WAITED_S. WAITED_S is
+# step, so that a part LATE_SHARE of the steps that were put off makes the device wait longer than WAITED_S. This is
 # more than the gap between two steps that were both sent in time: 0.03 ms on average (8B, H200). It is also about what
 # most steps then wait, since the lead shrinks that far: with 0.3 ms it was 0.2 ms, 1.7% of the device's time at 24
 # conversations a second.

@@ -15,7 +15,7 @@ from kernels.attention.window_pages import of_windows
 
 _SLOWER = "attention runs on Triton's kernels, which are slower"
 _SLOWER_LATENT = "attention runs on PyTorch's operators, which are slower, without CUDA graphs"
-_INSTALL = "In the folder of Shoal's source: pip install --constraint requirements.lock '.[gpu]'"
+_INSTALL = "In the folder of Shoal's source: pip install --require-hashes --no-deps -r requirements.gpu.lock"
 
 
 class AttentionChoice(NamedTuple):

@@ -17,7 +17,7 @@ from kernels.attention.interface import (
     token_positions,
 )
 from kernels.host_device import reserve_pinned
-from pipeline.padding import MOST_TOKENS, mixed_sizes
+from pipeline.padding import MAX_GRAPH_TOKENS, mixed_sizes
 from worker.config import WorkerConfig
 from worker.executor import kv_pools
 from worker.executor.adapter_store import AdapterStore
@@ -349,7 +349,7 @@ class ModelLoader:
     @property
     def _max_graph_tokens(self) -> int:
         """Tokens of the largest CUDA graph of a mixed step."""
-        return min(MOST_TOKENS, self._token_budget)
+        return min(MAX_GRAPH_TOKENS, self._token_budget)
 
 
 def _check_speculation(config: WorkerConfig, model: DecoderConfig) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kernels.attention.interface import AttentionBatch
+from kernels.recurrent.states import NO_COPIES as NO_STATE_COPIES
 from worker.config import WorkerConfig
 from worker.executor.adapter_store import AdapterStore
 from worker.executor.executor import Executor, ForwardOutput
@@ -15,6 +16,7 @@ from worker.executor.expert_balance import ExpertBalance
 from worker.executor.loading import LoadedModel, load_model
 from worker.executor.memory_budget import num_slot_rows
 from worker.executor.weight_loader import Progress
+from worker.kv_layout import DEVICE
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.progress import NewestSteps
 from worker.step import Plan, StepTime
@@ -140,6 +142,7 @@ class ModelRunner(Executor):
         logit_ends = np.cumsum(plan.num_logits)
         # Logits are of the last tokens of each chunk.
         logit_indices = np.repeat(ends - logit_ends, plan.num_logits) + np.arange(plan.num_logits.sum())
+        by_token = None if adapters is None else np.repeat(adapters[order], batch.lengths)
         hidden_indices = None
         if self.stage.is_last and len(plan.hidden):
             chunks, counts = plan.hidden.T
@@ -148,11 +151,9 @@ class ModelRunner(Executor):
             logit_slots = np.full(len(logit_indices), -1)
             has_logits = plan.num_logits > 0
             logit_slots[logit_ends[has_logits] - 1] = plan.slots[has_logits]  # a chunk's last logits may give a token
-            own = None if adapters is None else np.repeat(adapters[order], batch.lengths)
-            return ForwardOutput(*self._graphs.run(batch, token_ids, logit_indices, logit_slots, adapters=own))
-        own = None if adapters is None else np.repeat(adapters[order], batch.lengths)
+            return ForwardOutput(*self._graphs.run(batch, token_ids, logit_indices, logit_slots, adapters=by_token))
         token_ids, copies = token_ids.astype(np.int64), self._copies(plan, order)
-        return self._forward_pass.run(batch, token_ids, logit_indices, self._pools, copies, hidden_indices, own)
+        return self._forward_pass.run(batch, token_ids, logit_indices, self._pools, copies, hidden_indices, by_token)
 
     @property
     def _adapters(self) -> AdapterStore:
@@ -174,12 +175,15 @@ class ModelRunner(Executor):
 
     def _copies(self, plan: Plan, order: np.ndarray | None = None) -> np.ndarray:
         """`StateBatch.copies` of a plan whose chunks are computed in the given order, the plan's by default."""
-        copies = plan.copies.copy()
-        if len(copies):
-            order = np.arange(len(plan)) if order is None else order
-            place = np.empty(len(plan), dtype=np.int32)
-            place[order] = np.arange(len(plan), dtype=np.int32)
-            copies[:, 0] = place[plan.copies[:, 0]]
-            copies[:, 1] -= plan.starts[plan.copies[:, 0]]
-            copies[:, 2] += self._first_checkpoint
+        if not len(plan.copies):
+            return NO_STATE_COPIES
+        chunks, positions, _, from_tier, from_unit, _, _, to_unit = plan.copies.T
+        copies = np.empty((len(chunks), 3), dtype=np.int32)
+        copies[:, 0] = chunks
+        copies[:, 1] = positions - plan.starts[chunks]
+        copies[:, 2] = np.where(from_tier == DEVICE, from_unit, to_unit) + self._first_checkpoint
+        if order is not None:
+            index = np.empty(len(plan), dtype=np.int32)
+            index[order] = np.arange(len(plan), dtype=np.int32)
+            copies[:, 0] = index[chunks]
         return copies

@@ -184,6 +184,7 @@ _TOOLS = (
         others=(("<tool_call>", "</tool_call>"), ("```json", "```")),
         calls=(_JSON_LIST,),
         bare="[",
+        trims=True,
         written=CallStyle(marked=False, separator=(", ",)),
     ),
     ToolsFormat(
@@ -222,6 +223,7 @@ _TOOLS = (
         begin="<|tool_call_start|>",
         end="<|tool_call_end|>",
         calls=(PythonicCall(),),
+        repeats=True,
         written=CallStyle(separator=(", ",)),
     ),
     ToolsFormat(
@@ -281,6 +283,7 @@ _TOOLS = (
                 end="</tool_call>",
             ),
         ),
+        trims=True,
         written=CallStyle(after_name=(LINE,), after_key=(LINE,), after_value=(LINE,), separator=(LINE,)),
     ),
     ToolsFormat(
@@ -371,11 +374,13 @@ _TOOLS = (
     ToolsFormat(
         "gemma4",
         calls=(QuotedCall(begin="<|tool_call>", end="<tool_call|>", prefix="call:", quote='<|"|>'),),
+        trims=True,
         thinking="gemma4",
     ),
     ToolsFormat(
         "functiongemma",
         calls=(QuotedCall(begin="<start_function_call>", end="<end_function_call>", prefix="call:", quote="<escape>"),),
+        trims=True,
     ),
 )
 _THINKING = (
@@ -384,7 +389,7 @@ _THINKING = (
     ThinkingFormat("deepseek_r1"),
     ThinkingFormat("qwen3"),
     ThinkingFormat("mistral", "[THINK]", "[/THINK]"),
-    ThinkingFormat("granite", "<|start_of_thinking|>", "<|end_of_thinking|>"),
+    ThinkingFormat("granite", "Here is my thought process:", "Here is my response:"),
     ThinkingFormat(
         "cohere_command3",
         "<|START_THINKING|>",

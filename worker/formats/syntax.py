@@ -290,6 +290,8 @@ class ToolsFormat:
     | `calls` | the forms of one call; the first that fits counts |
     | `bare` | the first character of calls without markers |
     | `ids` | how ids of calls look: `random`, `nine` letters and digits, `counted` with the tool's name |
+    | `trims` | white space between text and the calls after it is no text |
+    | `repeats` | models may write the calls of a section again after its end, which is left out |
     | `pieces` | tokens with which markers are spelled, and which must therefore stay in the text |
     | `thinking` | name of the thinking that all models of this format have; empty if their templates tell |
     | `written` | how chat templates write calls |
@@ -304,6 +306,8 @@ class ToolsFormat:
     calls: tuple[CallSyntax, ...] = ()
     bare: str = ""
     ids: Literal["random", "nine", "counted"] = "random"
+    trims: bool = False
+    repeats: bool = False
     pieces: tuple[str, ...] = ()
     thinking: str = ""
     written: CallStyle = CallStyle()

@@ -19,15 +19,17 @@ from radix.component import Component
 from radix.node import NO_PAGES, PagedNode
 from radix.pages import PagePool
 from radix.tree import Tree
-from worker.kv_layout import KVGroup
+from worker.kv_layout import DEVICE, SLOT, KVGroup, KVPlace
 from worker.messages import ReplicaLoad
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 
 
 class CacheGroup(ABC):
-    """A group of the layout. `component`: its part of the tree's resume points, None if it has none."""
+    """A group of the layout, of this `number`. `component`: its part of the tree's resume points, None if it has
+    none."""
 
+    number = 0
     component: Component[Any] | None = None
 
     def __init__(self, group: KVGroup, page_size: int, table: SequenceTable[Sequence]) -> None:
@@ -96,11 +98,18 @@ class PlannedGroup(CacheGroup):
     def planned(self, seq: Sequence) -> list[int]:
         """Positions of the parts that `seq` owns, written or on their way; ascending."""
 
+    def running(self, seq: Sequence) -> KVPlace:
+        """The place of what steps of `seq` change."""
+        return KVPlace(self.number, SLOT, seq.slot)
+
+    def saved(self, part: int) -> KVPlace:
+        """The place of a part."""
+        return KVPlace(self.number, DEVICE, part)
+
 
 class PagedGroup(CacheGroup):
-    """A group with pages, which a sequence gets with its tokens. `number`: that of its tables in `Sequence.tables`."""
-
-    number = 0
+    """A group with pages, which a sequence gets with its tokens. Its tables in `Sequence.tables` have its number, as
+    groups with pages come first."""
 
     @property
     @abstractmethod

@@ -67,16 +67,14 @@ class KVCacheManager:
         self.page_size = layout.page_size
         self.groups = [KINDS[group.kind](group, layout.page_size, table) for group in layout.groups]
         self._paged = [group for group in self.groups if isinstance(group, PagedGroup)]
-        for number, paged in enumerate(self._paged):
-            paged.number = number
         self._full = self._paged[0]
         self.pool = self._full.pool
         self._with_parts = [group for group in self.groups if group.component is not None]
         self._planned = [group for group in self.groups if isinstance(group, PlannedGroup)]
         components = [group.component for group in self._with_parts if group.component is not None]
         self.tree = Tree(layout.page_size, self.pool, on_event=on_event, components=components)
-        for group in self.groups:
-            group.tree = self.tree
+        for number, group in enumerate(self.groups):
+            group.number, group.tree = number, self.tree
         self.plans_points = bool(self._planned)
         self.reuses_prefixes = all(group.num_units for group in self._with_parts)
         self._interval = pages_for(interval, self.page_size) * self.page_size
@@ -215,16 +213,16 @@ class KVCacheManager:
             return NO_COPIES
         ends = starts + lengths
         saving = (ends[:num_decodes] % self._interval == 0).nonzero()[0].tolist()
-        copies = list[tuple[int, int, int]]()
+        copies = list[tuple[int, ...]]()
         for chunk in (*saving, *range(num_decodes, len(sequences))):
             seq, start, end = sequences[chunk], int(starts[chunk]), int(ends[chunk])
             for group in self._planned:
-                if (read := group.part_to_read(seq)) is not None:
-                    copies.append((chunk, start, read))
+                if (row := group.part_to_read(seq)) is not None:
+                    copies.append((chunk, start, *group.saved(row), *group.running(seq)))
             for position in self._take_targets(seq, start, end, including=True):
                 for group in self._planned:
                     if (row := group.allocate_part(seq, position)) is not None:
-                        copies.append((chunk, position, row))
+                        copies.append((chunk, position, *group.running(seq), *group.saved(row)))
         return np.array(copies, dtype=np.int32) if copies else NO_COPIES
 
     def next_page(self, seq: Sequence) -> int | None:

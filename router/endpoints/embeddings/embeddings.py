@@ -21,24 +21,24 @@ from worker.messages import SamplingParams
 
 
 @dataclass(frozen=True)
-class EmbeddingsJob:
+class PreparedEmbeddings:
     """A request for embeddings, ready to run. `dimensions`: how many numbers of each embedding are kept; None for
     all."""
 
-    prepared: PreparedRequest
+    request: PreparedRequest
     pooling: Pooling
     dimensions: int | None
     is_base64: bool
 
 
-def embeddings_job(
+def prepare_embeddings(
     request: EmbeddingsRequest,
     tokenizer: Tokenizer,
     context_length: int,
     max_sequences: int,
     pooling: Pooling,
     arrived: float,
-) -> EmbeddingsJob:
+) -> PreparedEmbeddings:
     """Prepares a request for embeddings: tokenises its inputs. Slow: run it in a thread. Raises ApiError."""
     if request.dimensions is not None and pooling.size is not None and request.dimensions > pooling.size:
         raise invalid(
@@ -55,7 +55,7 @@ def embeddings_job(
     sequences = [Choice(index, Prompt(ids), sampling, True) for index, ids in enumerate(token_ids)]
     prompt_count = sum(len(sequence.prompt.token_ids) for sequence in sequences)
     prepared = without_text("embd-", sequences, prompt_count, "input", arrived)
-    return EmbeddingsJob(prepared, pooling, request.dimensions, request.encoding_format == "base64")
+    return PreparedEmbeddings(prepared, pooling, request.dimensions, request.encoding_format == "base64")
 
 
 def pooled(pooling: Pooling) -> SamplingParams:
@@ -106,8 +106,8 @@ def without_text(
 class EmbeddingsFormat(WholeFormat):
     """Writes embeddings as one JSON object."""
 
-    def __init__(self, job: EmbeddingsJob, model: str) -> None:
-        self._job = job
+    def __init__(self, prepared: PreparedEmbeddings, model: str) -> None:
+        self._prepared = prepared
         self._model = model
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
@@ -117,7 +117,7 @@ class EmbeddingsFormat(WholeFormat):
         return msgspec.json.encode(Embeddings(data=data, model=self._model, usage=PromptUsage(tokens, tokens)))
 
     def _written(self, answer: Piece) -> list[float] | str:
-        vector = self._job.pooling.vector(answer.embedding, self._job.dimensions)
-        if self._job.is_base64:
+        vector = self._prepared.pooling.vector(answer.embedding, self._prepared.dimensions)
+        if self._prepared.is_base64:
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
         return [float(value) for value in vector.tolist()]

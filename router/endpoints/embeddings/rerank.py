@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from router.endpoints.embeddings.scoring import ScoringJob, Texts
+from router.endpoints.embeddings.scoring import PreparedScoring, Texts
 from router.generation import WholeFormat
 from router.text.output_text import Piece
 from router.text.truncation import Truncation
@@ -49,8 +49,8 @@ def _check_number(documents: int, most: int, param: str) -> None:
 class PairsFormat(WholeFormat, Generic[Pairs]):
     """Writes the answer to a request for scores of pairs as one JSON object."""
 
-    def __init__(self, job: ScoringJob, request: Pairs, model: str) -> None:
-        self._job = job
+    def __init__(self, prepared: PreparedScoring, request: Pairs, model: str) -> None:
+        self._prepared = prepared
         self._request: Pairs = request
         self._model = model
 
@@ -60,10 +60,10 @@ class RerankFormat(PairsFormat[RerankRequest]):
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
         """The documents, the most relevant first; equal ones in their own order."""
-        scores = self._job.scores(answers)
+        scores = self._prepared.scores(answers)
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._request.top_n or None]
         shows = self._request.return_documents is not False
-        texts = self._job.texts.documents
+        texts = self._prepared.texts.documents
         results = [
             RankedDocument(
                 index=index,
@@ -72,7 +72,7 @@ class RerankFormat(PairsFormat[RerankRequest]):
             )
             for index in order
         ]
-        return _encoded(Reranking, self._job, usage, model=self._model, results=results)
+        return _encoded(Reranking, self._prepared, usage, model=self._model, results=results)
 
 
 class ScoreFormat(PairsFormat[ScoreRequest]):
@@ -80,11 +80,11 @@ class ScoreFormat(PairsFormat[ScoreRequest]):
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
         """The scores of all pairs, in their order."""
-        data = [Score(index=index, score=score) for index, score in enumerate(self._job.scores(answers))]
-        created = self._job.prepared.created
-        return _encoded(Scores, self._job, usage, created=created, model=self._model, data=data)
+        data = [Score(index=index, score=score) for index, score in enumerate(self._prepared.scores(answers))]
+        created = self._prepared.request.created
+        return _encoded(Scores, self._prepared, usage, created=created, model=self._model, data=data)
 
 
-def _encoded(kind: type[msgspec.Struct], job: ScoringJob, usage: Usage, **fields: Any) -> bytes:
+def _encoded(kind: type[msgspec.Struct], prepared: PreparedScoring, usage: Usage, **fields: Any) -> bytes:
     tokens = usage.prompt_tokens
-    return msgspec.json.encode(kind(id=job.prepared.id, usage=PromptUsage(tokens, tokens), **fields))
+    return msgspec.json.encode(kind(id=prepared.request.id, usage=PromptUsage(tokens, tokens), **fields))

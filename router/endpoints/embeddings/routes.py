@@ -8,9 +8,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from router import openapi
 from router.access.rate_limits import RateLimits
 from router.endpoints.answering import answered
-from router.endpoints.embeddings.embeddings import EmbeddingsFormat, embeddings_job
+from router.endpoints.embeddings.embeddings import EmbeddingsFormat, prepare_embeddings
 from router.endpoints.embeddings.rerank import Pairs, RerankFormat, ScoreFormat, rerank_texts, score_texts
-from router.endpoints.embeddings.scoring import ScoringJob, Texts, scoring_job
+from router.endpoints.embeddings.scoring import PreparedScoring, Texts, prepare_scoring
 from router.generation import Format
 from router.models import Models
 from router.wire.requests import EmbeddingsRequest, RerankRequest, ScoreRequest
@@ -58,10 +58,10 @@ class _EmbeddingRoutes:
         """Embeds texts."""
         arrived = perf_counter()
         service, body, size = await self._models.read(request, EmbeddingsRequest)
-        job = await service.in_thread(
+        prepared = await service.in_thread(
             request,
             size,
-            embeddings_job,
+            prepare_embeddings,
             body,
             service.tokenizer,
             service.context_length,
@@ -69,7 +69,7 @@ class _EmbeddingRoutes:
             service.pooling,
             arrived,
         )
-        return await answered(request, service, False, job.prepared, EmbeddingsFormat(job, service.model))
+        return await answered(request, service, False, prepared.request, EmbeddingsFormat(prepared, service.model))
 
     async def rerank(self, request: Request) -> Response:
         """Sorts documents by their relevance to a query."""
@@ -85,7 +85,7 @@ class _EmbeddingRoutes:
         kind: type[Pairs],
         id_prefix: str,
         texts_of: Callable[[Pairs, int], Texts],
-        form: Callable[[ScoringJob, Pairs, str], Format],
+        form: Callable[[PreparedScoring, Pairs, str], Format],
     ) -> Response:
         """The answer made of the scores of pairs. `texts_of` takes the body and the number of documents
         that it may have."""
@@ -93,10 +93,10 @@ class _EmbeddingRoutes:
         service, body, size = await self._models.read(request, kind)
         texts = texts_of(body, service.config.max_prompts)
         size += (len(texts.documents) - 1) * max(map(len, texts.queries)) * service.pooling.is_reranker
-        job = await service.in_thread(
+        prepared = await service.in_thread(
             request,
             size,
-            scoring_job,
+            prepare_scoring,
             id_prefix,
             texts,
             service.tokenizer,
@@ -104,4 +104,4 @@ class _EmbeddingRoutes:
             service.pooling,
             arrived,
         )
-        return await answered(request, service, False, job.prepared, form(job, body, service.model))
+        return await answered(request, service, False, prepared.request, form(prepared, body, service.model))

@@ -47,11 +47,11 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class ScoringJob:
+class PreparedScoring:
     """Pairs that are ready to run. With embeddings, the sequences are the queries, then the documents; with a reranker,
     the answers to each pair."""
 
-    prepared: PreparedRequest
+    request: PreparedRequest
     texts: Texts
     pooling: Pooling
 
@@ -65,15 +65,15 @@ class ScoringJob:
         return [float(vectors[self.texts.query_of(number)] @ vector) for number, vector in enumerate(vectors[first:])]
 
 
-def scoring_job(
+def prepare_scoring(
     prefix: str, texts: Texts, tokenizer: Tokenizer, context_length: int, pooling: Pooling, arrived: float
-) -> ScoringJob:
+) -> PreparedScoring:
     """Prepares the sequences for scores: tokenises queries and documents. Slow: run it in a thread. Raises ApiError."""
     make = _answers if pooling.is_reranker else _embeddings
     sequences = make(texts, tokenizer, context_length, pooling)
     count = sum(len(sequence.prompt.token_ids) for sequence in sequences if sequence.first)
     prepared = without_text(prefix, sequences, count, texts.document_param, arrived)
-    return ScoringJob(prepared, texts, pooling)
+    return PreparedScoring(prepared, texts, pooling)
 
 
 def _embeddings(texts: Texts, tokenizer: Tokenizer, context_length: int, pooling: Pooling) -> list[Choice]:

@@ -13,7 +13,7 @@ from router.endpoints.messages.writer import MessagesFormat
 from router.formats.format import OutputFormat
 from router.models import Models
 from router.prepare.defaults import SamplingDefaults
-from router.prepare.prepared_request import PreparedRequest, conversation_job, conversation_prompt
+from router.prepare.prepared_request import PreparedRequest, conversation_prompt, prepare_conversation
 from router.text.tokenizer import Tokenizer
 from router.wire.messages_types import (
     AnthropicError,
@@ -62,10 +62,10 @@ class _MessagesRoutes:
         """Answers a conversation by Anthropic's protocol, as a whole or as a stream."""
         arrived = perf_counter()
         service, body, size = await self._models.read(request, MessagesRequest)
-        job = await service.in_thread(
+        prepared = await service.in_thread(
             request,
             size,
-            messages_job,
+            prepare_messages,
             body,
             service.defaults,
             service.output_format,
@@ -73,7 +73,9 @@ class _MessagesRoutes:
             service.context_length,
             arrived,
         )
-        return await answered(request, service, bool(body.stream), job, messages_format(body, job, service.model))
+        return await answered(
+            request, service, bool(body.stream), prepared, messages_format(body, prepared, service.model)
+        )
 
     async def count_tokens(self, request: Request) -> Response:
         """The number of tokens that a conversation has as a prompt."""
@@ -83,7 +85,7 @@ class _MessagesRoutes:
         return json_response(InputTokens(count))
 
 
-def messages_job(
+def prepare_messages(
     request: MessagesRequest,
     defaults: SamplingDefaults,
     format: OutputFormat,
@@ -92,7 +94,7 @@ def messages_job(
     arrived: float,
 ) -> PreparedRequest:
     """Prepares a request: renders the template and tokenises. Slow: run it in a thread. Raises ApiError."""
-    job = conversation_job(
+    prepared = prepare_conversation(
         messages_conversation(request),
         defaults.complete(generation_request(request)),
         format,
@@ -105,16 +107,16 @@ def messages_job(
         max_tokens_param="max_tokens",
         cut_at_context=True,
     )
-    if job.grammar_param == "response_format":
-        job = replace(job, grammar_param=FORM_PARAM)
-    return replace(job, discard=request.max_tokens == 0)
+    if prepared.grammar_param == "response_format":
+        prepared = replace(prepared, grammar_param=FORM_PARAM)
+    return replace(prepared, discard=request.max_tokens == 0)
 
 
-def messages_format(request: MessagesRequest, job: PreparedRequest, model: str) -> MessagesFormat:
+def messages_format(request: MessagesRequest, prepared: PreparedRequest, model: str) -> MessagesFormat:
     """The writer of the answer to a request."""
     thinking = request.thinking
     return MessagesFormat(
-        job,
+        prepared,
         model,
         max_tokens=request.max_tokens,
         continues=isinstance(request.messages[-1], AssistantTurn),

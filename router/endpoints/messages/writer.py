@@ -47,7 +47,7 @@ class MessagesFormat:
 
     def __init__(
         self,
-        job: PreparedRequest,
+        prepared: PreparedRequest,
         model: str,
         *,
         max_tokens: int,
@@ -57,9 +57,9 @@ class MessagesFormat:
         """`max_tokens`: what the client asked for, which may be more than fits into the context. `continues`: the
         answer goes on where the prompt's end has begun it. `shows_thinking`: blocks of thinking have their text."""
         self.continues = continues
-        self._id = job.id
+        self._id = prepared.id
         self._model = model
-        self._is_cut_at_context = job.sequences[0].sampling.max_tokens < max_tokens
+        self._is_cut_at_context = prepared.sequences[0].sampling.max_tokens < max_tokens
         self._shows_thinking = shows_thinking
         self._index = -1
         self._open: type[AnswerBlock] | None = None

@@ -22,7 +22,7 @@ from router.formats.format import OutputFormat
 from router.http.body import read_as
 from router.prepare.chat_reader import check_choice, text_of_file, unsupported_part
 from router.prepare.defaults import SamplingDefaults
-from router.prepare.prepared_request import PreparedRequest, conversation_job
+from router.prepare.prepared_request import PreparedRequest, prepare_conversation
 from router.text.tokenizer import Tokenizer
 from router.wire.errors import ApiError, invalid
 from router.wire.requests import HOSTED_TOOLS, GenerationRequest, JsonSchema, JsonSchemaFormat
@@ -81,7 +81,7 @@ class Asked:
     passed_over: set[str] = field(default_factory=set)
 
 
-def responses_job(
+def prepare_responses(
     asked: Asked,
     model: str,
     defaults: SamplingDefaults,
@@ -93,13 +93,13 @@ def responses_job(
     cut_at_context: bool = False,
 ) -> tuple[PreparedRequest, ResponseObject]:
     """Prepares a response: renders the template and tokenises. Returns the response as it is before it begins, too.
-    `cut_at_context`: as of `conversation_job`. Slow: run it in a thread. Raises ApiError."""
+    `cut_at_context`: as of `prepare_conversation`. Slow: run it in a thread. Raises ApiError."""
     request = asked.request
     conversation = responses_conversation(asked)
     generation = defaults.complete(_generation(request))
 
     def prepare(conversation: Conversation) -> PreparedRequest:
-        return conversation_job(
+        return prepare_conversation(
             conversation,
             generation,
             format,
@@ -116,14 +116,14 @@ def responses_job(
         )
 
     try:
-        job = fitted(conversation, prepare) if request.truncation == "auto" else prepare(conversation)
+        prepared = fitted(conversation, prepare) if request.truncation == "auto" else prepare(conversation)
     except ApiError as error:
         for name, here in PARAMS.items():
             error.message = error.message.replace(repr(name), repr(here))
             error.param = here if error.param == name else error.param
         raise
-    job = replace(job, grammar_param=PARAMS.get(job.grammar_param or "", job.grammar_param))
-    return job, response_object(asked, job, generation, model)
+    prepared = replace(prepared, grammar_param=PARAMS.get(prepared.grammar_param or "", prepared.grammar_param))
+    return prepared, response_object(asked, prepared, generation, model)
 
 
 def responses_conversation(asked: Asked) -> Conversation:
@@ -311,14 +311,16 @@ def fitted(conversation: Conversation, prepare: Callable[[Conversation], Made]) 
     return made[0]
 
 
-def response_object(asked: Asked, job: PreparedRequest, generation: GenerationRequest, model: str) -> ResponseObject:
+def response_object(
+    asked: Asked, prepared: PreparedRequest, generation: GenerationRequest, model: str
+) -> ResponseObject:
     """The response before it has begun: what was asked for. `generation`: with the model's own sampling parameters."""
     request = asked.request
     text, reasoning, choice = request.text, request.reasoning, request.tool_choice
     form = text.format if text else None
     return ResponseObject(
-        id=job.id,
-        created_at=job.created,
+        id=prepared.id,
+        created_at=prepared.created,
         status="queued",
         background=bool(request.background),
         instructions=request.instructions,

@@ -13,7 +13,7 @@ from router import openapi
 from router.access.auth import Keys, client_of
 from router.access.rate_limits import Kind, RateLimits
 from router.endpoints.answering import json_response
-from router.endpoints.responses.reader import Asked, references, responses_job, sent_items
+from router.endpoints.responses.reader import Asked, prepare_responses, references, sent_items
 from router.endpoints.responses.runs import BackgroundRuns, KeptResponses, follow
 from router.endpoints.responses.store import Item, ResponseStore, StoredResponse, TooLarge
 from router.endpoints.responses.writer import ResponsesFormat, new_id
@@ -97,10 +97,10 @@ class _ResponsesRoutes:
         items = sent_items(body, passed_over(request))
         max_bytes = self._models.config.max_body_bytes
         asked, more = await _asked(self._kept, tenant, body, items, keeps, passed_over(request), max_bytes)
-        job, response = await service.in_thread(
+        prepared, response = await service.in_thread(
             request,
             size + more,
-            responses_job,
+            prepare_responses,
             asked,
             service.model,
             service.defaults,
@@ -111,9 +111,11 @@ class _ResponsesRoutes:
             arrived,
             service.config.clamp_max_tokens,
         )
-        request.state.also_named(job.id)
-        form = ResponsesFormat(job, response, service.tokenizer)
-        generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
+        request.state.also_named(prepared.id)
+        form = ResponsesFormat(prepared, response, service.tokenizer)
+        generation = Generation(
+            service, prepared, form, request.state.name, request.state.ticket, request.state.timeout_s
+        )
         stored = StoredResponse(response, [_listed(item, asked.referred) for item in items] if keeps else [])
         if body.background:
             await self._runs.start(tenant, stored, generation, form, bool(body.stream))

@@ -58,10 +58,10 @@ class ResponsesFormat:
 
     continues = False
 
-    def __init__(self, job: PreparedRequest, response: ResponseObject, tokenizer: Tokenizer) -> None:
+    def __init__(self, prepared: PreparedRequest, response: ResponseObject, tokenizer: Tokenizer) -> None:
         self.response = response
-        self._wants_logprobs = job.wants_logprobs
-        tools = job.syntax.tools if job.syntax else ()
+        self._wants_logprobs = prepared.wants_logprobs
+        tools = prepared.syntax.tools if prepared.syntax else ()
         self._tools = {tool.name: tool for tool in tools if tool.namespace is not None or tool.is_custom}
         self._input = CustomInput()  # of the open item
         self._tokenizer = tokenizer

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.fleet.hardware import MOST_RUNNING, TOKEN_BUDGET, ReplicaHardware
+from bench.fleet.hardware import MAX_RUNNING, TOKEN_BUDGET, ReplicaHardware
 from bench.fleet.other_rules import FewestRequests
 from bench.fleet.replica import FleetReplica
 from bench.fleet.simulation import FleetOutcome, FleetSimulation
@@ -23,7 +23,7 @@ def fast(requests: list[FleetRequest], hardware: ReplicaHardware) -> FleetOutcom
 def real(requests: list[FleetRequest], hardware: ReplicaHardware) -> Run:
     config = WorkerConfig(
         schedule="uniform",
-        max_running=MOST_RUNNING,
+        max_running=MAX_RUNNING,
         token_budget=TOKEN_BUDGET,
         context_length=1 << 20,
         kv_tokens=hardware.num_pages * hardware.page_size,

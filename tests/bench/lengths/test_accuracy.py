@@ -20,7 +20,7 @@ def wheel(folder: Path, name: str, files: dict[str, str | bytes]) -> None:
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
     """Packages as small as they can be."""
-    queries = [{"query": "Write a poem."}, {"query": "写一首诗"}, {"query": "long" * prompts.MOST_CHARS}]
+    queries = [{"query": "Write a poem."}, {"query": "写一首诗"}, {"query": "long" * prompts.MAX_CHARS}]
     wheel(
         tmp_path,
         "inspect_evals-0.26.0",
@@ -48,7 +48,7 @@ def test_prompts_are_of_many_kinds_and_always_the_same(packages: Path) -> None:
     assert "写一首诗" not in texts  # a small model knows English alone
     counts = {kind: sum(prompt.kind == kind for prompt in found) for kind in prompts.TASKS}
     assert all(190 <= count <= 200 for count in counts.values()), counts
-    assert max(map(len, texts)) <= prompts.MOST_CHARS
+    assert max(map(len, texts)) <= prompts.MAX_CHARS
 
 
 def test_packages_that_are_there_are_not_fetched(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.replica import dummy_models
-from bench.replica.offline_workloads import HIGHEST_ID
+from bench.replica.offline_workloads import MAX_TOKEN_ID
 from router.text.tokenizer import Tokenizer
 from worker.models.config import decoder_config, read_config
 from worker.models.parameters import parameter_shapes
@@ -19,7 +19,7 @@ def test_the_decoder_runs_every_shape(name: str, tmp_path: Path) -> None:
     config, wanted = decoder_config(read_config(folder)), dummy_models.SHAPES[name].config
     head_dim = wanted["head_dim"] if config.latent is None else 512 + 64
     assert config.num_layers == wanted["num_hidden_layers"] and config.head_dim == head_dim
-    assert config.vocab_size == wanted["vocab_size"] > HIGHEST_ID
+    assert config.vocab_size == wanted["vocab_size"] > MAX_TOKEN_ID
     assert config.tied_embeddings == wanted["tie_word_embeddings"]
     assert config.qk_norm == ("head" if config.model_type.startswith(("qwen3", "gemma3")) else None)
 

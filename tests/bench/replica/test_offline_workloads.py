@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from bench.replica.offline_workloads import HIGHEST_ID, JOBS, fresh
+from bench.replica.offline_workloads import JOBS, MAX_TOKEN_ID, fresh
 
 # Of make_workload in the script that measured vLLM 0.22.1.
 MEASURED = {
@@ -45,7 +45,7 @@ def test_every_job_has_an_output_length_for_every_prompt_at_any_scale(name: str)
     for scale in (1e-6, 0.03):
         prompts, lengths = JOBS[name](scale)
         assert len(prompts) == len(lengths) >= 1 and min(lengths) >= 1
-        assert all(0 <= token <= HIGHEST_ID for prompt in prompts for token in prompt)
+        assert all(0 <= token <= MAX_TOKEN_ID for prompt in prompts for token in prompt)
 
 
 def test_fresh_prompts_are_nobody_elses() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from bench.replica import cpu_usage, over_http
-from bench.replica.offline_workloads import HIGHEST_ID, JOBS
+from bench.replica.offline_workloads import JOBS, MAX_TOKEN_ID
 from bench.replica.server_process import ServerFailed, end
 
 Fake = Any  # of conftest.py
-JOB = ([[1, 2, 3], [HIGHEST_ID, 5]], [4, 2])
+JOB = ([[1, 2, 3], [MAX_TOKEN_ID, 5]], [4, 2])
 
 
 @pytest.fixture
@@ -39,7 +39,9 @@ def test_each_round_sends_every_prompt_with_other_tokens(fake: Fake, started: li
     assert sent == sorted(
         (prompt, length)
         for by in (-1, 0, 1)
-        for prompt, length in zip([[1 + by, 2 + by, 3 + by], [(HIGHEST_ID + by) % 10001, 5 + by]], JOB[1], strict=True)
+        for prompt, length in zip(
+            [[1 + by, 2 + by, 3 + by], [(MAX_TOKEN_ID + by) % 10001, 5 + by]], JOB[1], strict=True
+        )
     )
     assert all(body["stream"] and body["ignore_eos"] and body["model"] == "tiny" for body in fake.bodies)
     assert [summary["output_tokens"] for summary in found["rounds"]] == [6, 6]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from router.endpoints.choices import choices_job
+from router.endpoints.choices import prepare_choices
 from router.programs import BranchText
 from router.text.tokenizer import Tokenizer
 from router.wire.errors import ApiError
@@ -23,11 +23,11 @@ TEXT = st.text("hel loé🦊\n", max_size=12)
 
 def job(tokenizer: Tokenizer, prompt: str, choices: list[str], branch: BranchText | None = None, **fields: Any) -> Any:
     request = ChoicesRequest(model="tiny", prompt=prompt, choices=choices, **fields)
-    return choices_job(request, tokenizer, CONTEXT, 8, 0.0, None, branch or BranchText())
+    return prepare_choices(request, tokenizer, CONTEXT, 8, 0.0, None, branch or BranchText())
 
 
 def scored(made: Any) -> list[tuple[list[int], int]]:
-    return [(one.prompt.token_ids, one.sampling.prompt_logprobs_start) for one in made.prepared.sequences]
+    return [(one.prompt.token_ids, one.sampling.prompt_logprobs_start) for one in made.request.sequences]
 
 
 @settings(deadline=None, max_examples=200)

@@ -33,19 +33,19 @@ def test_routers_know_of_their_own_waiting_requests_and_of_all_others() -> None:
 def test_a_model_sleeps_until_a_start_takes_too_long_or_its_replica_is_there() -> None:
     now_s = 100.0
     sleep = Sleep(start_s=60, clock=lambda: now_s)
-    assert not sleep.answers, "its first replica has not started"
+    assert not sleep.can_answer, "its first replica has not started"
     sleep.told(1, ready=0)
-    assert not sleep.answers
+    assert not sleep.can_answer
     sleep.told(0, ready=0)
-    assert sleep.answers
+    assert sleep.can_answer
     sleep.told(1, ready=0)
     now_s = 159.0
-    assert sleep.answers, "it wakes"
+    assert sleep.can_answer, "it wakes"
     now_s = 161.0
-    assert not sleep.answers, "its replica should have been there"
+    assert not sleep.can_answer, "its replica should have been there"
     sleep.told(0, ready=0)
     sleep.told(1, ready=1)
-    assert not sleep.answers, "if that dies, nothing is said of a start"
+    assert not sleep.can_answer, "if that dies, nothing is said of a start"
 
 
 def test_a_fleet_tells_the_demand_on_all_of_its_replicas() -> None:

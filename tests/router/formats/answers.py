@@ -183,7 +183,9 @@ class _Tags(_Writer):
                 continue
             if not tools.begin and tools.bare and (has_text or self.calls):
                 continue
-            self.written.append("" if has_text else self.space())
+            self.written.append("" if has_text and not tools.trims else self.space())
+            if has_text and tools.trims and isinstance(text := self.expected[-1], TextDelta):
+                self.expected[-1] = TextDelta(text.text.rstrip())
             self.section(tools, bare=bool(tools.bare) and not has_text and not self.calls)
             has_text = False
             if rng.random() < 0.3:

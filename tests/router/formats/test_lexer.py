@@ -11,7 +11,7 @@ import pytest
 
 from router.chat.conversation import Tool
 from router.chat.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
-from router.formats.choice import named
+from router.formats.choice import detect, named
 from router.formats.format import OutputFormat
 from router.formats.lexer import Lexer
 from tests.router.formats import answers
@@ -65,7 +65,7 @@ def told(deltas: list[Delta]) -> list[Any]:
             case ThinkingDelta(text):
                 said.append(("thinking", text))
             case CallBegin(index, name):
-                assert index == sum(1 for part in said if len(part) == 3)
+                assert index == sum(isinstance(part, list) for part in said)
                 said.append([name, "", "open"])
             case CallArguments(_, text):
                 said[-1][1] = text
@@ -137,6 +137,16 @@ def test_thinking(text: str, thinks: bool, expected: list[Any]) -> None:
     assert told(every_way(HERMES, text, thinks=thinks)) == expected
 
 
+def test_thinking_between_phrases() -> None:
+    granite = named(None, "granite")
+    text = "Here is my thought process:\nHm.\n\nHere is my response:\n\nYes."
+    assert told(every_way(granite, text)) == [("thinking", "Hm."), "Yes."]
+    for text in ("Yes. Here is my response: no.", "Here is my thought, in short", "Here is my tho"):
+        assert told(every_way(granite, text)) == [text]
+    template = "{% if thinking %}Write after 'Here is my thought process:' and 'Here is my response:'{% endif %}"
+    assert detect(template).thinking == granite.thinking
+
+
 def test_thinking_goes_on_after_what_only_looks_like_a_call() -> None:
     text = 'Is <tool_call> right?\n<tool_call>{"name": "f"}</tool_call> So.'
     assert told(every_way(TOKENS, text, marked(TOKENS, text), thinks=True)) == [
@@ -184,6 +194,9 @@ def test_says_whether_it_is_thinking_and_for_how_long() -> None:
     lexer.push('<tool_call>{"name": "f"', {26: 11})
     assert not lexer.is_thinking
     assert lexer.thinking_tokens(20) == 6
+    again = Lexer(TOKENS, thinks=True)
+    again.push("<think>a b</think>", {0: 0, 10: 3})
+    assert again.thinking_tokens(9) == 2
 
 
 # ---------------------------------------------------------------- tokens
@@ -277,6 +290,38 @@ def test_text_is_never_late() -> None:
         ["x}\n"],
         ["\n"],
     ]
+
+
+MARKED_TEXT = (HARMONY, "kimi_k3", "cohere_command3")
+TRIMS = [name for name, tools in TOOLS.items() if tools.trims]
+
+
+def test_text_is_late_by_white_space_only_where_that_may_be_markup() -> None:
+    assert set(TRIMS) == {"functiongemma", "gemma4", "glm45", "xlam"}
+    pieces = ["Hel", "lo ", "<", "b> a \n", "\n", "y ", "z"]
+    for name in TRIMS:
+        lexer = Lexer(named(name, None), GIVEN)
+        found = [told(joined(lexer.push(piece))) for piece in pieces]
+        assert found == [["Hel"], ["lo"], [], [" <b> a"], [], [" \n\ny"], [" z"]]
+        plain = Lexer(named(name, None), GIVEN, calls=False)
+        assert joined(plain.push("Hello \n")) == [TextDelta("Hello \n")]  # no call can follow
+
+
+@pytest.mark.parametrize("format", [name for name in CASES if name not in MARKED_TEXT])
+@pytest.mark.parametrize("space", [" ", "\n\n", "\r\n", " \t\n "])
+def test_white_space_between_text_and_a_call(format: str, space: str) -> None:
+    """It is text, but for formats that say that it is none."""
+    chosen = named(format, None)
+    text, call = next((text, call) for _, text, (call, *_) in CASES[format] if isinstance(call, tuple))
+    if chosen.tools is not None and chosen.tools.begin and not text.startswith(chosen.tools.begins):
+        text = chosen.tools.begin + text
+    for bound in (chosen, chosen.bound({marker: at for at, marker in enumerate(chosen.markers)}.get)):
+        answer = f"A b.{space}{text}"
+        found = told(every_way(bound, answer, marked(bound, answer)))
+        assert found[0] == ("A b." if format in TRIMS else f"A b.{space}")
+        assert found[1][0] == call[0]
+        alone = f"A b.{space}"
+        assert told(every_way(bound, alone)) == [alone]
 
 
 def test_a_call_is_never_late() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.prepare.prepared_request import PreparedRequest, chat_job, completion_job
+from router.prepare.prepared_request import PreparedRequest, prepare_chat, prepare_completion
 from router.prepare.sampling import sequence_seed
 from router.text.tokenizer import Tokenizer
 from router.wire.errors import ApiError
@@ -21,14 +21,14 @@ TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
 
 def completion(tokenizer: Tokenizer, context: int = CONTEXT, **fields: Any) -> PreparedRequest:
     request = msgspec.convert({"model": "m", "prompt": "Hello"} | fields, CompletionRequest)
-    return completion_job(request, tokenizer, context, 8, perf_counter())
+    return prepare_completion(request, tokenizer, context, 8, perf_counter())
 
 
 def chat(tokenizer: Tokenizer, clamps: bool = False, **fields: Any) -> PreparedRequest:
     base = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
     request = msgspec.convert(base | fields, ChatRequest)
     format = tokenizer.output_format("auto", "auto")
-    return chat_job(request, format, tokenizer, CONTEXT, 8, perf_counter(), cut_at_context=clamps)
+    return prepare_chat(request, format, tokenizer, CONTEXT, 8, perf_counter(), cut_at_context=clamps)
 
 
 def test_defaults(tokenizer: Tokenizer) -> None:

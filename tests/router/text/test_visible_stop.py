@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.chat.chat_template import ChatTemplate
 from router.chat.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
 from router.generation import Answer
-from router.prepare.prepared_request import PreparedRequest, chat_job, completion_job
+from router.prepare.prepared_request import PreparedRequest, prepare_chat, prepare_completion
 from router.text.output_text import Piece
 from router.text.tokenizer import Tokenizer
 from router.wire.requests import ChatRequest, CompletionRequest
@@ -22,6 +22,7 @@ from tests.router.outputs import outputs
 TEMPLATE = "{{ messages[0].content }}{% if tools %}{{ tools }}{% endif %}<tool_call></tool_call>"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+GLM_CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>"
 THOUGHT = "<think>\nThe user asks: Question: 2+2?\n\nEasy.\n</think>\n\n"
 JSON_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 
@@ -36,7 +37,7 @@ def thinker(byte_level_tokenizer_maker: Callable[[], tokenizers.Tokenizer]) -> T
 def prepared(tokenizer: Tokenizer, **fields: Any) -> PreparedRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]} | fields
     request = msgspec.convert(body, ChatRequest)
-    return chat_job(request, tokenizer.output_format("auto", "auto"), tokenizer, 4096, 8, 0.0)
+    return prepare_chat(request, tokenizer.output_format("auto", "auto"), tokenizer, 4096, 8, 0.0)
 
 
 def answered(
@@ -103,9 +104,33 @@ def test_the_stop_string_is_part_of_the_text_where_that_is_asked(thinker: Tokeni
     assert (content(deltas), last.stop) == ("Four.", "r.")
 
 
+@pytest.fixture(scope="module")
+def glm(thinker: Tokenizer) -> Tokenizer:
+    """A model with a format in which white space before calls is markup."""
+    return Tokenizer(thinker._backend, ChatTemplate("{{ messages }}{{ tools }}<tool_call><arg_key>", {}))
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "visible", "reason", "found"),
+    [
+        ([" ", "\n"], "Look.\n" + GLM_CALL, "Look.", "tool_calls", None),
+        (["\n"], "Look.\nSo." + GLM_CALL, "Look.", "stop", "\n"),
+        ([".\n"], "Look.\n", "Look", "stop", ".\n"),
+        ([], "Look. " + GLM_CALL[:14], "Look.", "length", None),  # breaks off
+        ([], "Look. ", "Look. ", "stop", None),
+    ],
+)
+def test_stop_strings_where_white_space_may_be_markup(
+    glm: Tokenizer, stop: list[str], text: str, visible: str, reason: str, found: str | None
+) -> None:
+    deltas, last, _, _ = answered(glm, prepared(glm, stop=stop), text)
+    assert (content(deltas), last.finish_reason, last.stop) == (visible, reason, found)
+
+
 PARTS = (
     THOUGHT,
     CALL,
+    GLM_CALL,
     "<think>",
     "</think>",
     "<tool_call>",
@@ -127,13 +152,22 @@ PARTS = (
     cuts=st.lists(st.integers(0, 80), max_size=6),
     ends=st.sampled_from(("stop", "length")),
     include=st.booleans(),
+    trims=st.booleans(),
 )
 def test_nothing_depends_on_how_many_tokens_come_at_once(
-    thinker: Tokenizer, parts: list[str], stop: list[str], cuts: list[int], ends: str, include: bool
+    thinker: Tokenizer,
+    glm: Tokenizer,
+    parts: list[str],
+    stop: list[str],
+    cuts: list[int],
+    ends: str,
+    include: bool,
+    trims: bool,
 ) -> None:
-    job = prepared(thinker, stop=stop, logprobs=True, include_stop_str_in_output=include)
-    one, last, answer, offsets = answered(thinker, job, "".join(parts), ends=ends)
-    other, last_of_other, other_answer, other_offsets = answered(thinker, job, "".join(parts), cuts, ends)
+    model = glm if trims else thinker
+    job = prepared(model, stop=stop, logprobs=True, include_stop_str_in_output=include)
+    one, last, answer, offsets = answered(model, job, "".join(parts), ends=ends)
+    other, last_of_other, other_answer, other_offsets = answered(model, job, "".join(parts), cuts, ends)
     assert (one, offsets) == (other, other_offsets)
     assert (last.finish_reason, last.stop) == (last_of_other.finish_reason, last_of_other.stop)
     assert answer.text.num_tokens == other_answer.text.num_tokens
@@ -217,8 +251,8 @@ def test_json_of_completions(thinker: Tokenizer) -> None:
         {"model": "m", "prompt": "a", "guided_json": {"type": "object"}, "stop": "}", "max_tokens": 50},
         CompletionRequest,
     )
-    job = completion_job(request, thinker, 4096, 8, 0.0)
+    job = prepare_completion(request, thinker, 4096, 8, 0.0)
     deltas, last, _, _ = answered(thinker, job, '{"a": 1}')
     assert (content(deltas), last.finish_reason, last.stop) == ('{"a": 1', "length", "}")
     regex = msgspec.convert({"model": "m", "prompt": "a", "regex": "a+", "stop": "aa"}, CompletionRequest)
-    assert answered(thinker, completion_job(regex, thinker, 4096, 8, 0.0), "aaa")[1].finish_reason == "stop"
+    assert answered(thinker, prepare_completion(regex, thinker, 4096, 8, 0.0), "aaa")[1].finish_reason == "stop"

@@ -53,7 +53,7 @@ def test_nothing_is_missing_where_flashinfer_works_or_is_of_no_use(device, dtype
 @pytest.mark.parametrize(
     ("error", "what", "remedy"),
     [
-        (ModuleNotFoundError("No module named 'flashinfer'"), "is not installed", "requirements.lock '.[gpu]'"),
+        (ModuleNotFoundError("No module named 'flashinfer'"), "is not installed", "requirements.gpu.lock"),
         (RuntimeError("Could not find nvcc\nand more"), "compiled here (Could not find nvcc)", "needs nvcc"),
         (FileNotFoundError(2, "No such file or directory", "ninja"), "'ninja'", "needs nvcc"),
     ],

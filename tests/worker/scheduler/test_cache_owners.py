@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.worker.driver import Driver, prompt
-from tests.worker.fakes import FakeExecutor, Window, pages_now
+from tests.worker.fakes import FakeExecutor, Window, copies_of, pages_now
+from worker.kv_layout import DEVICE, SLOT
 from worker.scheduler.cache_group import CacheGroup
 from worker.scheduler.sequence import Sequence
 
@@ -90,13 +91,16 @@ class Owners(RuleBasedStateMachine):
                 nodes += node.children.values()
 
     def copies_have_owners(self) -> None:
-        """A row that a step in flight writes is its sequence's, until that goes."""
+        """A row that a step in flight writes is its sequence's, until that goes. A copy is between a sequence's own
+        states and a row of the same group."""
         step, *_ = self.driver.flight
-        groups = [group for group in self.driver.scheduler.kv_cache.groups if hasattr(group, "planned")]
-        for chunk, position, row in step.plan.copies.tolist():
-            seq: Sequence = step.sequences[chunk]
-            if position > step.plan.starts[chunk] and seq.is_running and not step.dropped[chunk]:
-                assert any(row in group.held(seq) for group in groups)
+        groups = self.driver.scheduler.kv_cache.groups
+        for copy in copies_of(step.plan):
+            seq: Sequence = step.sequences[copy.chunk]
+            assert copy.source.group == copy.destination.group
+            assert {copy.source.tier, copy.destination.tier} == {SLOT, DEVICE}
+            if copy.destination.tier == DEVICE and seq.is_running and not step.dropped[copy.chunk]:
+                assert copy.destination.unit in groups[copy.destination.group].held(seq)
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):

@@ -4,6 +4,8 @@ of other tokens than those before a chunk."""
 import pytest
 
 from tests.worker.driver import Driver, prompt
+from tests.worker.fakes import copies_of
+from worker.kv_layout import DEVICE
 from worker.messages import SamplingParams
 from worker.step import Plan
 
@@ -12,7 +14,7 @@ def saved(plans: list[Plan]) -> list[int]:
     """Positions at which states were saved, in the order of the plans."""
     found = []
     for plan in plans:
-        found += [at for chunk, at, _ in plan.copies.tolist() if at > plan.starts[chunk]]
+        found += [copy.position for copy in copies_of(plan) if copy.destination.tier == DEVICE]
     return found
 
 
@@ -105,7 +107,7 @@ def test_a_preempted_sequence_goes_on_from_a_checkpoint(drive, crowded):
     assert d.scheduler.load().preemptions > 0
     for i in range(4):
         check(d, str(i), prompt(8, seed=i), 24)
-    read = [at for plan in plans for chunk, at, _ in plan.copies.tolist() if at == plan.starts[chunk]]
+    read = [copy.position for plan in plans for copy in copies_of(plan) if copy.source.tier == DEVICE]
     assert max(read) >= 8, "tokens of outputs were not computed again"
 
 

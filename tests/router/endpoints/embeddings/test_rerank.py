@@ -10,7 +10,7 @@ import pytest
 
 from router.config import RouterConfig
 from router.endpoints.embeddings.rerank import rerank_texts, score_texts
-from router.endpoints.embeddings.scoring import scoring_job
+from router.endpoints.embeddings.scoring import prepare_scoring
 from router.prepare.pooling import Pooling
 from router.wire.requests import RerankRequest, ScoreRequest
 from tests.router.conftest import CONTEXT, FakeReplica, Stack
@@ -61,15 +61,15 @@ def test_a_rerankers_document_is_cut_and_not_what_is_asked(tokenizer: Any, field
     long = "".join(f"word {number} " for number in range(CONTEXT))
     request = RerankRequest(query="which?", documents=[long, "short"], truncate_prompt_tokens=300, **fields)
     pooling = Pooling(is_reranker=True)
-    job = scoring_job("x-", rerank_texts(request, 4), tokenizer, CONTEXT, pooling, 0.0)
-    first, _, short, _ = (tokenizer.decode(one.prompt.token_ids, False) for one in job.prepared.sequences)
+    job = prepare_scoring("x-", rerank_texts(request, 4), tokenizer, CONTEXT, pooling, 0.0)
+    first, _, short, _ = (tokenizer.decode(one.prompt.token_ids, False) for one in job.request.sequences)
     begin, end = PROMPT.format(TASK, "which?", "@").split("@")
     assert first.startswith(begin) and first.removesuffix("yes").endswith(end)
     kept = first.removeprefix(begin).removesuffix(end + "yes")
     assert long.startswith(kept) if side == "end" else long.strip().endswith(kept.strip())
     assert short == PROMPT.format(TASK, "which?", "short") + "yes"
     added = len(tokenizer.encode("yes", False))
-    sizes = [len(one.prompt.token_ids) for one in job.prepared.sequences]
+    sizes = [len(one.prompt.token_ids) for one in job.request.sequences]
     assert sizes[0] == 300 + added
 
 
@@ -110,15 +110,15 @@ def test_scores_of_pairs(ranker: Stack, path: str, names: tuple[str, str]) -> No
 
 def test_a_reranker_is_asked_by_its_published_prompt(tokenizer: Any) -> None:
     request = ScoreRequest(model="tiny", queries=["a?", "b?"], documents=["The fox", "Paris"])
-    job = scoring_job("score-", score_texts(request, 9), tokenizer, 10 * CONTEXT, Pooling(is_reranker=True), 0.0)
-    asked = [(one.prompt.token_ids, one.sampling.prompt_logprobs_start, one.first) for one in job.prepared.sequences]
+    job = prepare_scoring("score-", score_texts(request, 9), tokenizer, 10 * CONTEXT, Pooling(is_reranker=True), 0.0)
+    asked = [(one.prompt.token_ids, one.sampling.prompt_logprobs_start, one.first) for one in job.request.sequences]
     prompts = [PROMPT.format(TASK, "a?", "The fox"), PROMPT.format(TASK, "b?", "Paris")]
     assert [tokenizer.decode(ids[:start], False) for ids, start, _ in asked] == [
         prompt for prompt in prompts for _ in "yn"
     ]
     assert [tokenizer.decode(ids[start:], False) for ids, start, _ in asked] == ["yes", "no"] * 2
     assert [first for _, _, first in asked] == [True, False] * 2
-    assert job.prepared.prompt_tokens == sum(len(ids) for ids, _, first in asked if first)
+    assert job.request.prompt_tokens == sum(len(ids) for ids, _, first in asked if first)
 
 
 def test_a_rerankers_scores(ranker: Stack) -> None:

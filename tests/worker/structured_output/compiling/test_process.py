@@ -58,7 +58,7 @@ def test_a_grammar_that_is_none_is_the_requests_fault(process: CompilerProcess, 
 
 def test_a_grammar_of_who_compiles_much_has_a_low_priority_from_the_beginning(process: CompilerProcess) -> None:
     nice = "os.getpriority(os.PRIO_PROCESS, 0)"
-    assert process.compile("python", nice, 20).text == "0"
+    assert process.compile("python", nice, 20).text == str(os.getpriority(os.PRIO_PROCESS, 0))  # of who runs the tests
     assert process.compile("python", nice, 20, yields=True).text == "10"
 
 
