@@ -38,8 +38,9 @@ from cluster.replica import CONTROL_CPUS, STOP_S, Replica, bundles
 from cluster.request_router import ServePlacer, listen
 from cluster.scaling import Scaling
 from cluster.service import open_models, open_service
-from router.api import create_app
+from router.api import create_app, create_metrics_app
 from router.http.listener import Listener
+from router.http.own_port import OwnPort
 from router.metrics.metrics import Metrics
 from router.service import Service
 from worker.folders import cache_folder
@@ -198,6 +199,8 @@ class _Router:
     """A router process: OpenAI's API, and for each model its own view of the fleet, and its connections to the
     replicas."""
 
+    _is_proxied = True
+
     def __init__(
         self,
         config: Config,
@@ -225,6 +228,11 @@ class _Router:
         self._models = open_models(config, services, metrics, keys)
         self._watching = watch(sizes, config.drain_s, self._models.shutdown.come)
         self._living = end_if_stuck()
+        if config.metrics_port is not None:
+            # Behind Serve's proxies, `host` is not where routers listen.
+            own = ray.util.get_node_ip_address() if self._is_proxied else config.host
+            port = OwnPort(create_metrics_app(self._models), own, config.metrics_port, config)
+            self._models.alongside(port.start, port.close)
         self._teller: Teller | None = None
         if autoscaler is not None:
             demands = {config.deployment_name(each): services[each.name].demand for each in config.deployments}
@@ -270,6 +278,8 @@ class Router(_Router):
 
 class ListeningRouter(_Router):
     """A router that listens itself, on a port that it shares with the other routers of its machine."""
+
+    _is_proxied = False
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,

@@ -222,6 +222,16 @@ class Config(ReplicaConfig, RouterConfig):
     )
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all network interfaces")
     port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
+    metrics_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description=(
+            "first TCP port for the metrics of single routers: each listens at the first that is free from there on, "
+            "and answers /metrics, /ready and /health for itself; by default only the router that a connection to "
+            "port comes to answers"
+        ),
+    )
     address: str | None = Field(
         None,
         description="the Ray cluster to join: host:port, or auto; by default Ray is started on this machine",

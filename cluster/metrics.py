@@ -4,14 +4,16 @@ reference page."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.metrics.aliases import ALIASES
 from router.metrics.metrics import Metrics
 from router.metrics.traces import PHASES
 from router.programs import Programs
 from worker.messages import ReplicaLoad
 
+OTHER_NAMES = ALIASES  # of vLLM, by Shoal's
 SPANS = PHASES  # what traces can have within a request's span
 
 
@@ -45,15 +47,17 @@ def described() -> Iterator[Described]:
         expert_imbalance=1.0,
         length_tau=0.0,
         length_ratio=1.0,
+        kv_tokens_total=1,
+        page_size=1,
+        step_tokens=[1],
     )
     model.told("0", load)
     model.attention["0"] = ("torch", "")
-    metrics.upstream_seconds.labels("")
     for metric in vars(metrics).values():
-        if isinstance(metric, Counter | Gauge) and metric._labelnames:
+        if isinstance(metric, Counter | Gauge | Histogram) and metric._labelnames:
             metric.labels(*metric._labelnames)  # makes a sample, from which the labels can be read
     for family in text_string_to_metric_families(metrics.page().decode()):
-        if family.name.endswith("_created"):
+        if family.name.endswith("_created") or family.name in ALIASES.values():
             continue
         labels = tuple(label for label in family.samples[0].labels if label != "le")
         name = f"{family.name}_total" if family.type == "counter" else family.name

@@ -109,6 +109,7 @@ class Tree:
         self.points: dict[PagedNode, None] = {}  # the nodes with resume points
         self.pins: dict[PagedNode, int] = {}  # of those that are pinned
         self.num_points_evicted = 0  # since the start
+        self.num_pages_evicted = 0  # likewise
         if self.components:
             self._tell(Saved(self.root.number))
 
@@ -295,6 +296,7 @@ class Tree:
         if not freed:
             return 0
         pages = np.concatenate(freed)
+        self.num_pages_evicted += len(pages)
         self.pool.free(pages)
         return len(pages)
 
@@ -432,7 +434,9 @@ class Tree:
 
     def _free_leaf(self, leaf: PagedNode) -> None:
         self._unqueue(leaf)
-        self.pool.free(self._take_pages(leaf, len(leaf.pages)))
+        pages = self._take_pages(leaf, len(leaf.pages))
+        self.num_pages_evicted += len(pages)
+        self.pool.free(pages)
 
     def _make_point(self, node: PagedNode, parts: Sequence[Any]) -> None:
         """Gives `node` a resume point of these parts, if it has none."""

@@ -126,6 +126,20 @@ async def _shown(page: Callable[..., Response], title: str) -> Response:
     return page(openapi_url=OPENAPI.removeprefix("/"), title=title)
 
 
+def create_metrics_app(models: Models) -> FastAPI:
+    """The routes for operators alone, for a router's own port (`router.http.own_port`)."""
+    app = FastAPI(title="Shoal", version=version(), redirect_slashes=False, openapi_url=None)
+    inside: list[Any] = []
+    if models.config.require_auth_for_metrics_endpoint:
+        inside = [Depends(Keys(models.config, models.metrics).check)]
+    app.include_router(operator_routes(models, app.version, inside))
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(Guarded)
+    app.add_middleware(HeadAsGet)
+    return app
+
+
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error, request.scope)

@@ -1,5 +1,6 @@
 """The models at one door: those that replicas serve, and those whose requests are passed on to other endpoints."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -15,6 +16,7 @@ from router.http.upstream import Upstream, head
 from router.metrics.build import version
 from router.metrics.metrics import Metrics
 from router.metrics.otlp import Tracer
+from router.metrics.process import watch_loop
 from router.service import Service
 from router.streaming.aborts import Aborts
 from router.streaming.deadline import timeout_of
@@ -78,7 +80,9 @@ class Models:
         self._named: dict[str, ListedModel] = {}
         self._held = HeldBytes(config.max_held_bytes, self._shortest_wait_s)
         self._before_close: list[Callable[[], Awaitable[None]]] = []
+        self._alongside: list[tuple[Callable[[], Awaitable[None]], Callable[[], Awaitable[None]]]] = []
         self._exchange: UsageExchange | None = None
+        self._watching: asyncio.Task[None] | None = None
         for model in served:
             for name in (model.model, *model.aliases):
                 if name in self._named:
@@ -217,6 +221,10 @@ class Models:
 
     # ------------------------------------------------ life
 
+    def alongside(self, start: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> None:
+        """Has `start` done when the router starts, and `close` when it ends."""
+        self._alongside.append((start, close))
+
     def before_close(self, work: Callable[[], Awaitable[None]]) -> None:
         """Has `work` done when the router closes, while its replicas are still connected."""
         self._before_close.append(work)
@@ -233,6 +241,9 @@ class Models:
             self._exchange.start()
         if self.tracer is not None:
             self.tracer.start()
+        for start, _ in self._alongside:
+            await start()
+        self._watching = asyncio.create_task(watch_loop(self.metrics.loop_lag.observe))
 
     async def close(self) -> None:
         for work in self._before_close:
@@ -245,3 +256,7 @@ class Models:
             await upstream.close()
         if self.tracer is not None:
             await self.tracer.close()
+        for _, close in self._alongside:
+            await close()
+        if self._watching is not None:
+            self._watching.cancel()

@@ -151,6 +151,7 @@ class Service:
         self._placing = 0  # requests for which a replica is looked for
         self._prefetches: dict[asyncio.Task[None], tuple[str, str]] = {}  # with the program, and the client
         self._fleet = fleet
+        fleet.on_decision = metrics.placement.observe
         self._resume_pace = ResumePace(self._resume_rate)
         self.replicas.on_adapters = self._hear
         self._texts = ClientTurns(min(4, os.cpu_count() or 1), "text")
@@ -457,13 +458,18 @@ class Service:
             if phases is not None:
                 phases.sent(replica_id)
             num_tokens = len(request.prompt_ids) + len(request.output_ids)
-            clock = _Clock(self.metrics.replica(replica_id), arrived, resumed=bool(request.output_ids))
+            booking = self._fleet.booking(request.request_id)
+            expected = 0 if booking is None else booking.cached_tokens
+            lengths = len(request.prompt_ids), len(request.output_ids)
+            clock = _Clock(self.metrics.replica(replica_id), arrived, *lengths)
             try:
                 async for output in stream:
                     if output.finish_reason == "error":
                         if output.failure is not None and output.failure.kind == "overloaded":
                             raise _Refused(replica_id, output.failure)
                         raise _failed(output.failure, request.request_id)
+                    if output.cached_tokens is not None:
+                        self.metrics.found_cached(expected, output.cached_tokens)
                     if entry is not None and output.queue_s is not None:
                         entry.queued(output.queue_s)
                         if phases is not None:
@@ -538,10 +544,14 @@ class Service:
 class _Clock:
     """Measures the latencies of one run of a sequence."""
 
-    def __init__(self, times: ReplicaTimes, arrived: float, resumed: bool) -> None:
+    def __init__(self, times: ReplicaTimes, arrived: float, prompt_tokens: int, output_tokens: int) -> None:
+        """`output_tokens`: those that it had when the run began; a run that has some resumes it."""
         self._times = times
         self._arrived = arrived
-        self._resumed = resumed
+        self._prompt_tokens, self._output_tokens = prompt_tokens, output_tokens
+        self._resumed = output_tokens > 0
+        self._computing = perf_counter()  # from when on its prompt is computed, once it is known
+        self._first: float | None = None
         self._last: float | None = None
 
     @property
@@ -555,17 +565,26 @@ class _Clock:
         first = self._last is None
         if output.queue_s is not None:
             self._times.queue.observe(output.queue_s)
+            self._computing += output.queue_s
+            if not self._resumed:
+                self._times.prompt_tokens.observe(self._prompt_tokens)
+        count = len(output.token_ids)
+        if count:
+            self._output_tokens += count
+            if self._last is not None:
+                self._times.inter_token.observe((now - self._last) / count, count)
+            else:
+                self._first = now
+                self._times.prefill.observe(max(0.0, now - self._computing))
+                if not self._resumed:
+                    self._times.first_token.observe(now - self._arrived)
+            self._last = now
         if output.finish_reason is not None:
             self._times.request.observe(now - self._arrived)
-        if not output.token_ids:
-            return False
-        if self._last is not None:
-            count = len(output.token_ids)
-            self._times.inter_token.observe((now - self._last) / count, count)
-        elif not self._resumed:
-            self._times.first_token.observe(now - self._arrived)
-        self._last = now
-        return first
+            self._times.output_tokens.observe(self._output_tokens)
+            if self._first is not None:
+                self._times.decode.observe(now - self._first)
+        return first and count > 0
 
 
 def _cached_as(token_ids: list[int], cache_salt: str) -> list[int]:

@@ -29,7 +29,7 @@ from pydantic_core import PydanticUndefined
 from cluster.config import DEFAULTS, KEY_FIELDS, OF_ONE_MODEL, UPSTREAM_FIELDS, Config, DeploymentConfig, Entry
 from cluster.in_process import MAX_WAITING, OTHER_SETTINGS
 from cluster.log_lines import FIELDS
-from cluster.metrics import SPANS, described
+from cluster.metrics import OTHER_NAMES, SPANS, described
 from shoal import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,8 +138,10 @@ def _lines() -> Iterator[str]:
     yield "`GET /metrics` has them in Prometheus' text format. `model` is the model's own name, whatever alias a"
     yield "request used; `replica` is Ray Serve's id of the replica. A histogram has `_bucket`, `_sum` and"
     yield "`_count`. With several routers, one of them answers. What replicas report is complete in its answer."
-    yield "Histograms, and counts of answers and sequences, are that router's alone and carry its name as the label"
-    yield "`router`; `sum without (router)` adds them up. A restarted router has a new name."
+    yield "Histograms, counts of answers and sequences, and figures of the process are that router's alone and carry"
+    yield "its name as the label `router`; `sum without (router)` adds them up. A restarted router has a new name. To"
+    yield "scrape every router, set `metrics_port`, and give Prometheus that port and those after it of each machine"
+    yield "with routers: one more than it has routers, for the time while one replaces another."
     yield ""
     yield "Alert when `shoal_replicas_ready < shoal_replicas_wanted` for longer than a start takes, when"
     yield "`shoal_waiting_requests` or `shoal_queue_seconds` keeps growing, when"
@@ -152,6 +154,14 @@ def _lines() -> Iterator[str]:
         ("metric", "kind", "labels", "meaning"),
         ((f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels), m.meaning) for m in described()),
     )
+    yield ""
+    yield "## Names of vLLM"
+    yield ""
+    yield "These metrics are there under vLLM's names too, as the endpoint picker of the Gateway API Inference"
+    yield "Extension reads them, with vLLM's names of labels (`model_name`, `engine` for the replica). A page has all"
+    yield "replicas that its router knows, so Shoal is an endpoint of such a pool, not a pool."
+    yield ""
+    yield from _table(("metric", "in vLLM"), ((f"`{own}`", f"`{name}`") for own, name in OTHER_NAMES.items()))
     yield ""
     yield "## Traces"
     yield ""

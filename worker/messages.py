@@ -435,6 +435,9 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
     full_s: float = 0.046
 
 
+MAX_COUNTED_STEP_TOKENS = 1 << 14
+
+
 class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     """The replica's current load, in tokens, and its counters since start.
 
@@ -453,6 +456,10 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
     | `expert_tokens` | with expert parallelism: pairs of a token and an expert that each rank has computed so far |
     | `expert_imbalance` | of the newest steps: pairs of the rank with the most, over the mean of the ranks |
+    | `page_size` | tokens of a page of the cache; 0: the replica does not tell |
+    | `kv_tokens_evicted` | cached tokens that gave their place to others, or were flushed |
+    | `step_tokens` | steps by their tokens: at most 1, 2, 4 and so on up to `MAX_COUNTED_STEP_TOKENS`, then more |
+    | `computed_tokens` | tokens of all steps, those of prompts that were computed again with them |
     | `checkpoints_total`, `checkpoints` | of recurrent states: how many there may be, and how many are cached |
     | `checkpoints_evicted` | those that gave their place to others |
     | `window_tokens_total`, `window_tokens_used` | tokens that layers with a window can hold in pages of their own, and
@@ -478,6 +485,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     kv_tokens_used: int = 0  # held by running requests
     kv_tokens_cached: int = 0  # in the tree, evictable
     kv_tokens_leased: int = 0  # in the tree, evicted last
+    kv_tokens_evicted: int = 0
+    page_size: int = 0
     checkpoints_total: int = 0
     checkpoints: int = 0
     checkpoints_evicted: int = 0
@@ -489,6 +498,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     adapters_waiting: list[str] = []
     adapter_loads: int = 0
     steps: int = 0
+    step_tokens: list[int] = []
+    computed_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0

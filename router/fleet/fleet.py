@@ -90,6 +90,7 @@ class Fleet:
         random: routers that all began with the same replica would crowd it. `name`: of this router, for the others."""
         self.name = name
         self.on_booking: Callable[[PeerBooking], None] | None = None
+        self.on_decision: Callable[[float], None] | None = None  # is told how many seconds each has taken
         self._shared_until_s = -math.inf  # for how long other routers count as placing requests
         self._rank = PLACEMENTS[placement]
         self._clock = clock
@@ -191,6 +192,7 @@ class Fleet:
         Replaces an earlier booking of the same request. Raises NoReplica, with nothing booked, if no candidate is
         known, and ValueError for invalid token ids.
         """
+        begun = time.perf_counter()
         prompt, num_tokens = pack(prompt_ids), len(prompt_ids)
         hashes, ends = prefix_hashes(np.frombuffer(prompt, dtype=np.int32)), marks(num_tokens)
         with self._lock:
@@ -213,6 +215,8 @@ class Fleet:
             booked = self._book(request_id, replica, num_tokens, int(cached[best]))
             self._optimistic.add(replica.slot, hashes, self._clock())
         booking = booked.booking
+        if self.on_decision is not None:
+            self.on_decision(time.perf_counter() - begun)
         if self.on_booking is not None:
             self.on_booking(
                 PeerBooking(

@@ -40,12 +40,18 @@ class Listener:
     """An HTTP server for `app` on `host`:`port`. Several processes may listen there: the kernel gives each new
     connection to one of them, and to the others once one has died. The caller runs the application's lifespan."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, limits: RouterConfig) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, limits: RouterConfig, shared: bool = True) -> None:
         """Binds the socket; `address` is where it is bound. Raises OSError for an address that is not this machine's,
         or that another program has, and for a certificate that cannot be used. `limits`: those of connections, and the
-        certificate."""
+        certificate. `shared`: whether other processes may listen there."""
         self._certificate = certificate_of(limits)
-        self._socket = bind(host, port)
+        self._socket = bind(host, port, shared)
+        if not shared:  # only a socket that listens keeps others from the address
+            try:
+                self._socket.listen(BACKLOG)
+            except OSError:
+                self._socket.close()
+                raise
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         config = uvicorn.Config(
             app,

@@ -4,20 +4,26 @@ The metrics of a replica go away with the replica, so the page does not grow wit
 """
 
 import math
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import accumulate, islice
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from router.metrics.aliases import alias, renamed
+from router.metrics.build import version
+from router.metrics.process import OwnProcess
 from router.metrics.replica_times import LATENCY_S, TIMES, ReplicaTimes
 from router.programs import Programs
-from worker.messages import ReplicaLoad
+from worker.messages import MAX_COUNTED_STEP_TOKENS, PROTOCOL, ReplicaLoad
 
 SAMPLES_A_PIECE = 100  # of `Metrics.pieces`: about a millisecond's work
+# Of decisions, and of an event loop: most take less than a millisecond.
+DECISION_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 # Name and help text of the metrics that are read off `ReplicaLoad`, by field.
 _GAUGES = {
@@ -53,6 +59,15 @@ _COUNTERS = {
     "steps": ("shoal_steps", "Steps that the scheduler made"),
     "prompt_tokens": ("shoal_prompt_tokens", "Prompt tokens of requests that began"),
     "cached_tokens": ("shoal_cached_tokens", "Prompt tokens that were in the cache"),
+    "kv_tokens_evicted": (
+        "shoal_kv_tokens_evicted",
+        "Cached KV tokens that gave their place to others, or were flushed",
+    ),
+    "computed_tokens": (
+        "shoal_computed_tokens",
+        "Tokens that steps computed: of prompts, also again after a preemption or with a draft that was wrong, and one "
+        "for each token sampled",
+    ),
     "checkpoints_evicted": ("shoal_checkpoints_evicted", "Checkpoints of recurrent states that were evicted"),
     "output_tokens": ("shoal_output_tokens", "Tokens sampled"),
     "adapter_loads": ("shoal_lora_loads", "LoRA adapters that were copied to the device"),
@@ -65,6 +80,13 @@ _COUNTERS = {
         "Routers that the replica refused because it speaks another protocol; its log names them",
     ),
 }
+_KV_USAGE = (
+    "shoal_kv_usage_ratio",
+    "Part of the KV cache that running requests hold: 1 if the next one must wait, or take another's",
+)
+_KV_CONFIG = ("shoal_kv_config_info", "The KV cache of a replica: tokens of a page, and number of pages")
+_STEP_TOKENS = ("shoal_step_tokens", "Tokens that a step of a replica computes")
+_STEP_BOUNDS = tuple(1 << bits for bits in range(MAX_COUNTED_STEP_TOKENS.bit_length()))
 _STAGE_SECONDS = (
     "shoal_stage_seconds",
     "Time of a replica's pipeline stages: compute, or the cause of a bubble: communication, host, nothing_to_do, "
@@ -88,8 +110,10 @@ _DRAFTS = {
     ),
 }
 _REPORTED = {
-    name for name, _ in (*_COUNTERS.values(), *_DRAFTS.values(), _STAGE_SECONDS, _EXPERT_TOKENS)
+    name for name, _ in (*_COUNTERS.values(), *_DRAFTS.values(), _STEP_TOKENS, _STAGE_SECONDS, _EXPERT_TOKENS)
 }  # by replicas, to all routers alike
+# Gauges of the router's process, which differ from router to router as its counters do.
+_OWN_GAUGES = ("process_", "shoal_build_info")
 
 
 class ModelMetrics:
@@ -116,6 +140,9 @@ class ModelMetrics:
         self._replicas: dict[str, ReplicaTimes] = {}
         metrics.ready.labels(model).set_function(lambda: len(self.ready))
         metrics.hit_rate.labels(model).set_function(lambda: _or_nan(self.hit_rate))
+        self.placement = metrics.placement.labels(model)
+        self._expected_hits = metrics.expected_hits.labels(model)
+        self._found_hits = metrics.found_hits.labels(model)
         self.wanted = metrics.wanted.labels(model)
         self.scaled_for: str | None = None
         metrics.sequences.labels(model, "failed")  # starts at 0: the rate of a counter that begins with 1 misses it
@@ -200,6 +227,11 @@ class ModelMetrics:
         """Counts a request whose timeout was too short."""
         self._metrics.missed_deadlines.labels(self._model, how).inc()
 
+    def found_cached(self, expected: int, found: int) -> None:
+        """Counts tokens of a prompt that placement took for cached at a replica, and those that were."""
+        self._expected_hits.inc(expected)
+        self._found_hits.inc(found)
+
     def resumed(self, reason: str) -> None:
         """Counts a sequence that goes on elsewhere, or later."""
         self._metrics.resumed.labels(self._model, reason).inc()
@@ -271,6 +303,33 @@ class Metrics:
             "(timeout), broke off (broken), or refused this server's key (unauthorized)",
             *("model", "reason"),
         )
+        self.placement = Histogram(
+            "shoal_placement_seconds",
+            "Time of a decision which replica gets a request; other requests of this router wait meanwhile",
+            ("model",),
+            buckets=DECISION_S,
+            registry=self._registry,
+        )
+        self.expected_hits = counter(
+            "shoal_expected_cached_tokens", "Prompt tokens that placement took for cached where it sent them", "model"
+        )
+        self.found_hits = counter(
+            "shoal_found_cached_tokens", "Prompt tokens of the same requests that were cached there", "model"
+        )
+        self.loop_lag = Histogram(
+            "shoal_event_loop_lag_seconds",
+            "How late the router's event loop comes to what is due: what every chunk of every stream waits",
+            buckets=DECISION_S,
+            registry=self._registry,
+        )
+        build = Gauge(
+            "shoal_build_info",
+            "1, with the version of Shoal, of its protocol between routers and replicas, and of Python",
+            ("version", "protocol", "python"),
+            registry=self._registry,
+        )
+        build.labels(version(), str(PROTOCOL), platform.python_version()).set(1)
+        self._registry.register(OwnProcess())
         self.trace_spans = counter(
             "shoal_trace_spans",
             "Spans of requests' traces, by what became of them: sent, or lost because too many waited already "
@@ -327,9 +386,8 @@ class Metrics:
     def pieces(self) -> Iterator[bytes]:
         """The same in pieces. Each takes about a millisecond to make, however many replicas there are: an event loop
         can do other work between them."""
-        for metric, samples in self._families():
-            own = self.router and metric.type in ("counter", "histogram") and metric.name not in _REPORTED
-            more, header = {"router": self.router} if own else {}, True
+        for metric, samples, is_own in self._families():
+            more, header = {"router": self.router} if self.router and is_own else {}, True
             kept = (sample for sample in samples if not sample.name.endswith("_created"))  # no use in this format
             while True:
                 metric.samples = [
@@ -342,13 +400,26 @@ class Metrics:
                 yield text if header else text.split(b"\n", 2)[2]
                 header = False
 
-    def _families(self) -> Iterator[tuple[Metric, Iterator[Sample]]]:
-        """All metrics without samples, and the samples of each."""
+    def _families(self) -> Iterator[tuple[Metric, Iterator[Sample], bool]]:
+        """All metrics without samples, the samples of each, and whether they are the router's own. Those that other
+        servers have under another name come under that name, too."""
         for field, (name, text, _) in TIMES.items():
-            models = list(self._models.values())
-            yield Metric(name, text, "histogram"), (sample for model in models for sample in model.samples(field))
+            metric = Metric(name, text, "histogram")
+            yield metric, self._samples(field), True
+            if (other := alias(metric)) is not None:
+                yield other, renamed(self._samples(field), name), True
         for metric in self._registry.collect():
-            yield metric, iter(metric.samples)
+            samples = metric.samples
+            is_own = metric.name.startswith(_OWN_GAUGES) or (
+                metric.type in ("counter", "histogram") and metric.name not in _REPORTED
+            )
+            yield metric, iter(samples), is_own
+            if (other := alias(metric)) is not None:
+                yield other, renamed(iter(samples), metric.name), is_own
+
+    def _samples(self, field: str) -> Iterator[Sample]:
+        """The samples of one histogram of all models' replicas."""
+        return (sample for model in list(self._models.values()) for sample in model.samples(field))
 
 
 def values(metric: Counter | Gauge) -> dict[tuple[str, ...], float]:
@@ -408,6 +479,23 @@ class _Loads(Collector):
                 for adapter in getattr(load, f"adapters_{state}"):
                     gauge.add_metric([*which, adapter, state], 1)
         yield gauge
+        gauge = GaugeMetricFamily(*_KV_USAGE, labels=labels)
+        config = GaugeMetricFamily(*_KV_CONFIG, labels=[*labels, "page_size", "pages"])
+        for which, load in loads:
+            if load.kv_tokens_total:
+                gauge.add_metric(which, load.kv_tokens_used / load.kv_tokens_total)
+            if load.page_size:
+                pages = load.kv_tokens_total // load.page_size
+                config.add_metric([*which, str(load.page_size), str(pages)], 1)
+        yield gauge
+        yield config
+        histogram = HistogramMetricFamily(*_STEP_TOKENS, labels=labels)
+        for which, load in loads:
+            if load.step_tokens:
+                at_most = [*map(str, _STEP_BOUNDS), "+Inf"]
+                buckets = [*zip(at_most, accumulate(load.step_tokens), strict=False)]
+                histogram.add_metric(which, buckets, load.computed_tokens)
+        yield histogram
         for field, (name, text) in _COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=labels)
             for which, load in loads:

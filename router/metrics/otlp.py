@@ -1,6 +1,6 @@
 """Traces, sent to a receiver of OpenTelemetry over HTTP (OTLP, protobuf).
 
-    TracedRequest.end ──▶ a queue of `MOST_WAITING` requests ──▶ a task: batches of `BATCH`, one at a time
+    TracedRequest.end ──▶ a queue of at most `MAX_WAITING_REQUESTS` ──▶ a task, batch by batch
 
 A request costs its router an entry in the queue. Where the receiver does not keep up, or is away, the queue fills, and
 requests that end then have no trace; the metric `shoal_trace_spans_total` counts them.
@@ -25,16 +25,16 @@ from worker.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 8192  # requests in the queue: some 2 kB each
-BATCH = 256  # requests in a message: some 300 kB
-AT_ONCE = 32  # requests that are encoded before the event loop goes on: about a millisecond
-EVERY_S = 1.0  # how long a request waits for others to go with it
-ANSWER_S = 10.0  # what the receiver may take for a message
+MAX_WAITING_REQUESTS = 8192  # requests in the queue: some 2 kB each
+MAX_BATCH_REQUESTS = 256  # requests in a message: some 300 kB
+MAX_REQUESTS_A_TURN = 32  # requests that are encoded before the event loop goes on: about a millisecond
+BATCH_EVERY_S = 1.0  # how long a request waits for others to go with it
+ANSWER_TIMEOUT_S = 10.0  # what the receiver may take for a message
 # A receiver that is away is tried again after the first of these, and then twice as late each time up to the second.
-RETRY_S, RETRY_MAX_S = 1.0, 30.0
-CLOSE_S = 2.0  # what is left when a router ends has this long
+RETRY_S, MAX_RETRY_S = 1.0, 30.0
+CLOSE_TIMEOUT_S = 2.0  # what is left when a router ends has this long
 # The statuses after which OTLP wants a message to be sent again.
-TRY_AGAIN = (408, 429, 502, 503, 504)
+RETRIED_STATUSES = (408, 429, 502, 503, 504)
 PATH = "/v1/traces"
 
 Value = str | int | tuple[str, ...]
@@ -75,12 +75,12 @@ class Tracer:
         """Puts a request that has ended into the queue."""
         if not request.is_sampled:
             return
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MAX_WAITING_REQUESTS:
             self._lost("queue_full", [request])
             return
         self._waiting.append(request)
         self._news.set()
-        if len(self._waiting) >= BATCH:
+        if len(self._waiting) >= MAX_BATCH_REQUESTS:
             self._enough.set()
 
     # ------------------------------------------------ sending
@@ -90,14 +90,14 @@ class Tracer:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Sends what is left, as far as that takes no longer than `CLOSE_S`."""
+        """Sends what is left, as far as that takes no longer than `CLOSE_TIMEOUT_S`."""
         if self._task is None:
             return
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        async with httpx.AsyncClient(timeout=CLOSE_S) as http:
+        async with httpx.AsyncClient(timeout=CLOSE_TIMEOUT_S) as http:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     while self._waiting and await self._sent(http):
                         pass
         if self._waiting:
@@ -105,32 +105,32 @@ class Tracer:
             self._waiting.clear()
 
     async def _run(self) -> None:
-        async with httpx.AsyncClient(timeout=ANSWER_S) as http:
+        async with httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S) as http:
             retry_s = RETRY_S
             while True:
                 await self._news.wait()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._enough.wait(), EVERY_S)
+                    await asyncio.wait_for(self._enough.wait(), BATCH_EVERY_S)
                 if await self._sent(http):
                     retry_s = RETRY_S
                 else:
                     await self._sleep(retry_s)
-                    retry_s = min(2 * retry_s, RETRY_MAX_S)
-                if len(self._waiting) < BATCH:
+                    retry_s = min(2 * retry_s, MAX_RETRY_S)
+                if len(self._waiting) < MAX_BATCH_REQUESTS:
                     self._enough.clear()
                 if not self._waiting:
                     self._news.clear()
 
     async def _sent(self, http: httpx.AsyncClient) -> bool:
         """Sends one batch. Returns whether the receiver has taken, or refused it: whether the next may follow."""
-        batch = [self._waiting[number] for number in range(min(BATCH, len(self._waiting)))]
+        batch = [self._waiting[number] for number in range(min(MAX_BATCH_REQUESTS, len(self._waiting)))]
         data = await self._encoded(batch)
         try:
             answer = await http.post(self._url, content=data, headers={"Content-Type": "application/x-protobuf"})
         except httpx.HTTPError as error:
             self._failures.warning("the traces' receiver at %s fails: %s %s", self._url, type(error).__name__, error)
             return False
-        if answer.status_code in TRY_AGAIN:
+        if answer.status_code in RETRIED_STATUSES:
             self._failures.warning("the traces' receiver at %s answers %d", self._url, answer.status_code)
             return False
         for _ in batch:
@@ -149,7 +149,7 @@ class Tracer:
         parts = [self._scope]
         for number, request in enumerate(batch, 1):
             parts.append(_encoded_spans(request))
-            if number % AT_ONCE == 0:
+            if number % MAX_REQUESTS_A_TURN == 0:
                 await asyncio.sleep(0)
         whole = self._resource + _field(2, b"".join(parts))
         return _field(1, whole)

@@ -33,8 +33,8 @@ PHASES = {
     "answer": "from its last token until the answer has ended, for its client too",
 }
 """The spans within a request's, by name."""
-MOST_STATE = 512  # characters of `tracestate`, which W3C wants to be passed on up to this length
-MOST_SEQUENCES = 64  # of one request whose phases are told: a request may have thousands
+MAX_STATE_CHARS = 512  # characters of `tracestate`, which W3C wants to be passed on up to this length
+MAX_TRACED_SEQUENCES = 64  # of one request whose phases are told: a request may have thousands
 _AGAIN = re.compile(r"-(again\d+|answer)$")  # a sequence that goes on, as `Generation` names it
 
 
@@ -59,7 +59,7 @@ def parent_of(headers: list[tuple[bytes, bytes]]) -> Parent | None:
         return None
     states = [value.decode("latin-1").strip() for name, value in headers if name == b"tracestate"]
     state = ",".join(states)
-    return Parent(trace_id, span_id, bool(int(found[4], 16) & _SAMPLED), state if len(state) <= MOST_STATE else "")
+    return Parent(trace_id, span_id, bool(int(found[4], 16) & _SAMPLED), state if len(state) <= MAX_STATE_CHARS else "")
 
 
 def program_trace(program: str) -> bytes:
@@ -194,7 +194,7 @@ class TracedRequest(RequestLog):
         if run is not None:
             run.again()
             return run
-        if len(self.runs) == MOST_SEQUENCES:
+        if len(self.runs) == MAX_TRACED_SEQUENCES:
             return None
         begun = self.arrived
         if self.runs and all(run.is_answering for run in self.runs):

@@ -321,6 +321,7 @@ class KVCacheManager:
         load.kv_tokens_used = (self.pool.num_pages - self.num_available) * self.page_size
         load.kv_tokens_cached = self.tree.num_evictable * self.page_size
         load.kv_tokens_leased = self.tree.num_leased * self.page_size
+        load.kv_tokens_evicted = self.tree.num_pages_evicted * self.page_size
         for group in self.groups:
             group.describe(load)
 

@@ -59,6 +59,7 @@ from worker.scheduler.scheduled_step import ScheduledStep, SchedulerOutput
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 from worker.scheduler.step_builder import StepBuilder
+from worker.scheduler.step_sizes import StepSizes
 from worker.scheduler.steps_in_flight import PipelineStepsInFlight, StepsInFlight
 from worker.scheduler.stop_checker import StopChecker
 from worker.scheduler.validation import overloaded, refusal
@@ -115,7 +116,8 @@ class Scheduler:
         self.kv_tokens = self.num_pages * self.page_size
         self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self.clock = clock
-        self.counters = ReplicaLoad(incarnation="", kv_tokens_total=self.kv_tokens)
+        self.counters = ReplicaLoad(incarnation="", kv_tokens_total=self.kv_tokens, page_size=self.page_size)
+        self._step_sizes = StepSizes()
         # More running sequences than tokens in a step would hold pages while they wait for each other.
         num_slots = min(config.max_running, config.token_budget)
         self.running = RunningSequences(num_slots)
@@ -351,6 +353,7 @@ class Scheduler:
         load.running, load.waiting = len(self.running), len(self._waiting)
         if self._speculation is not None:
             self._speculation.describe(load)
+        self._step_sizes.describe(load)
         self._outputs.describe(load)
         self.kv_cache.describe(load)
         load.preemptions = self._preemption.num_preempted
@@ -443,7 +446,9 @@ class Scheduler:
             return None
         self._step += 1
         self.counters.steps = self._step
-        return self._builder.build(self._step, self._in_flight.overlapped_step)
+        step = self._builder.build(self._step, self._in_flight.overlapped_step)
+        self._step_sizes.add(len(step.plan.token_ids))
+        return step
 
     def _sequences_at(self, rows: np.ndarray, chosen: np.ndarray) -> list[Sequence]:
         """The `chosen` of the sequences of `rows`. Most steps have decodes alone, where none is."""

@@ -1,5 +1,8 @@
 """What Prometheus is told."""
 
+import asyncio
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics.metrics import SAMPLES_A_PIECE, Metrics
+from router.metrics.process import watch_loop
 from worker.messages import ReplicaLoad
 
 Make = Callable[..., Any]
@@ -18,6 +22,11 @@ def samples(stack: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     response = httpx.get(f"{stack.url}/metrics")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
     return parsed(response.text)
+
+
+def without_process(page: bytes) -> list[bytes]:
+    """The lines that are the same each time."""
+    return [line for line in page.splitlines() if not line.startswith((b"process_", b"python_"))]
 
 
 def parsed(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -178,11 +187,21 @@ def test_several_routers_count_under_their_names() -> None:
         model.ended("stop")
         pages.append(parsed(metrics.page().decode()).keys())
     both, own = pages[0] & pages[1], pages[0] - pages[1]
-    assert {name.rpartition("_")[0] for name, _ in own} == {
-        "shoal_sequences",
-        "shoal_key_file_errors",
-        *(f"shoal_{of}_seconds" for of in ("time_to_first_token", "inter_token_latency", "request", "queue")),
+    histograms = {name.rpartition("_")[0] for name, _ in own if name.startswith("shoal_") and name.endswith("_count")}
+    times = ("time_to_first_token", "inter_token_latency", "request", "queue", "prefill", "decode", "placement")
+    assert histograms == {
+        *(f"shoal_{of}_seconds" for of in (*times, "event_loop_lag")),
+        *(f"shoal_request_{of}_tokens" for of in ("prompt", "output")),
     }
+    others = {name for name, _ in own if not re.search("_(count|sum|bucket)$", name)}
+    assert {name for name in others if name.startswith("shoal_")} == {
+        "shoal_build_info",
+        "shoal_sequences_total",
+        "shoal_key_file_errors_total",
+        "shoal_expected_cached_tokens_total",
+        "shoal_found_cached_tokens_total",
+    }
+    assert {"process_resident_memory_bytes", "process_cpu_seconds_total", "vllm:request_success_total"} <= others
     assert all(("router", "a") in labels for _, labels in own)
     assert ("shoal_output_tokens_total", (("model", "tiny"), ("replica", "r0"))) in both
     assert ("shoal_replicas_wanted", (("model", "tiny"),)) in both
@@ -200,10 +219,93 @@ def test_the_page_comes_in_small_pieces() -> None:
     pieces = list(metrics.pieces())
     assert max(piece.count(b"\n") for piece in pieces) <= SAMPLES_A_PIECE + 2
     page = b"".join(pieces)
-    assert page == metrics.page()
+    assert without_process(page) == without_process(metrics.page())
     heads = [line for line in page.decode().splitlines() if line.startswith("# TYPE")]
     assert len(heads) == len(set(heads))
     got = parsed(page.decode())
     assert sum(value for (name, _), value in got.items() if name == "shoal_inter_token_latency_seconds_count") == 40
     assert sum(value for (name, _), value in got.items() if name == "shoal_running_requests") == sum(range(40))
     assert sum(name == "shoal_stage_seconds_total" for name, _ in got) == 40 * 8
+
+
+def test_lengths_and_phases_of_a_request(make_stack: Make, make_replica: Make) -> None:
+    stack = make_stack(make_replica())
+    answer = stack.client.chat.completions.create(model="tiny", messages=HELLO)
+    got = samples(stack)
+    r0 = (("model", "tiny"), ("replica", "r0"))
+    assert got["shoal_request_prompt_tokens_sum", r0] == answer.usage.prompt_tokens
+    assert got["shoal_request_output_tokens_sum", r0] == answer.usage.completion_tokens
+    for name in ("prefill_seconds", "decode_seconds", "request_prompt_tokens", "request_output_tokens"):
+        assert got[f"shoal_{name}_count", r0] == 1
+    spent = got["shoal_decode_seconds_sum", r0]
+    assert 0 <= spent <= got["shoal_request_seconds_sum", r0]
+    assert got["shoal_placement_seconds_count", (("model", "tiny"),)] == 1
+    assert got["shoal_expected_cached_tokens_total", (("model", "tiny"),)] == 0
+    assert got["shoal_found_cached_tokens_total", (("model", "tiny"),)] == 3
+
+
+def test_a_resumed_request_counts_its_lengths_once(make_stack: Make, make_replica: Make) -> None:
+    fakes = [make_replica().hold(), make_replica().hold()]
+    stack = make_stack(*fakes)
+    body = {"model": "tiny", "messages": HELLO, "stream": True}
+    with stack.raw("/v1/chat/completions", body) as connection:
+        stack.until(lambda: any(fake.requests() for fake in fakes))
+        first, second = sorted(stack.fakes, key=lambda name: not stack.fakes[name].requests())
+        stack.fakes[first].allow(2)
+        stack.until(lambda: stack.fakes[first].sent == 2)
+        stack.fakes[first].die()
+        stack.fakes[second].allow(None)
+        stack.read_until(connection, b"[DONE]")
+    whole = stack.fakes[second].script(None)
+    assert stack.metric("shoal_request_prompt_tokens_count") == 1
+    assert stack.metric("shoal_request_output_tokens_sum") == len(whole)
+    assert stack.metric("shoal_prefill_seconds_count") == 2
+
+
+def test_what_a_replica_tells_of_its_cache_and_steps() -> None:
+    metrics = Metrics()
+    load = ReplicaLoad(
+        incarnation="one",
+        kv_tokens_total=1600,
+        kv_tokens_used=400,
+        kv_tokens_evicted=32,
+        page_size=16,
+        step_tokens=[0, 3, 0, 1, *[0] * 12],
+        computed_tokens=14,
+    )
+    metrics.model("tiny").told("r0", load)
+    metrics.model("tiny").told("old", ReplicaLoad(incarnation="one"))  # of a version that does not tell
+    got = parsed(metrics.page().decode())
+    r0 = (("model", "tiny"), ("replica", "r0"))
+    assert got["shoal_kv_usage_ratio", r0] == 0.25 and got["shoal_kv_tokens_evicted_total", r0] == 32
+    assert got["shoal_kv_config_info", (*r0[:1], ("page_size", "16"), ("pages", "100"), *r0[1:])] == 1
+    assert got["shoal_step_tokens_count", r0] == 4 and got["shoal_step_tokens_sum", r0] == 14
+    bounds = {dict(labels)["le"]: value for (name, labels), value in got.items() if name == "shoal_step_tokens_bucket"}
+    assert (bounds["1"], bounds["2"], bounds["4"], bounds["8"], bounds["+Inf"]) == (0, 3, 3, 4, 4)
+    old = (("model", "tiny"), ("replica", "old"))
+    assert not [name for name, labels in got if labels == old and name.startswith(("shoal_kv_usage", "shoal_step_t"))]
+
+
+def test_a_routers_process_is_told() -> None:
+    got = parsed(Metrics("a").page().decode())
+    mine = (("router", "a"),)
+    assert got["process_resident_memory_bytes", mine] > 1e6 and got["process_open_fds", mine] > 0
+    assert got["process_cpu_seconds_total", mine] > 0
+    assert ("python_gc_collections_total", (("generation", "2"), ("router", "a"))) in got
+    (build,) = [dict(labels) for name, labels in got if name == "shoal_build_info"]
+    assert build["router"] == "a" and build["python"].startswith("3.") and int(build["protocol"]) > 0
+
+
+def test_a_late_event_loop_is_told() -> None:
+    late: list[float] = []
+
+    async def run() -> None:
+        watching = asyncio.create_task(watch_loop(late.append, 0.001))
+        await asyncio.sleep(0)
+        time.sleep(0.05)  # what no loop should do
+        while not late:
+            await asyncio.sleep(0.001)
+        watching.cancel()
+
+    asyncio.run(run())
+    assert late[0] > 0.03

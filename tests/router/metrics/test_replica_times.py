@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Histogram
 
-from router.metrics.replica_times import LatencyHistogram, ReplicaTimes
+from router.metrics.replica_times import BucketHistogram, ReplicaTimes
 
 BOUNDS = (0.01, 0.1, 1, 25)
 
@@ -14,7 +14,7 @@ BOUNDS = (0.01, 0.1, 1, 25)
 def test_samples_are_those_of_prometheus_own_histogram(times_s: list[float]) -> None:
     labels = {"model": "m", "replica": "r0"}
     theirs = Histogram("seconds", "text", labels.keys(), buckets=BOUNDS, registry=None)
-    ours = LatencyHistogram(BOUNDS)
+    ours = BucketHistogram(BOUNDS)
     counted = theirs.labels(**labels)
     for time_s in times_s:
         counted.observe(time_s)

@@ -12,7 +12,14 @@ from prometheus_client import CollectorRegistry, Counter
 from router.config import RouterConfig
 from router.metrics import otlp, request_log
 from router.metrics.otlp import Tracer
-from router.metrics.traces import MOST_SEQUENCES, SequencePhases, TracedRequest, is_sampled, parent_of, program_trace
+from router.metrics.traces import (
+    MAX_TRACED_SEQUENCES,
+    SequencePhases,
+    TracedRequest,
+    is_sampled,
+    parent_of,
+    program_trace,
+)
 from tests.otlp_receiver import Receiver, attributes
 from worker.messages import Failure, Output
 
@@ -31,7 +38,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "EVERY_S", 0.005)
+    monkeypatch.setattr(otlp, "BATCH_EVERY_S", 0.005)
     monkeypatch.setattr(otlp, "RETRY_S", 0.005)
 
 
@@ -336,7 +343,7 @@ def test_a_message_that_is_refused_is_counted(receiver: Receiver, caplog: pytest
 
 
 def test_a_full_queue_loses_the_newest(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "MOST_WAITING", 3)
+    monkeypatch.setattr(otlp, "MAX_WAITING_REQUESTS", 3)
     sending = Sending("http://127.0.0.1:9")
     for _ in range(5):
         sending.request()
@@ -359,7 +366,7 @@ def test_a_router_that_ends_sends_what_is_left(receiver: Receiver) -> None:
 
 
 def test_batches_are_bounded(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "BATCH", 4)
+    monkeypatch.setattr(otlp, "MAX_BATCH_REQUESTS", 4)
 
     async def run() -> None:
         sending = Sending(receiver.url)
@@ -389,9 +396,9 @@ def test_phases_never_overlap_whatever_a_replica_says() -> None:
 
 def test_a_request_of_thousands_tells_of_some() -> None:
     request = TracedRequest("x")
-    for number in range(MOST_SEQUENCES + 5):
+    for number in range(MAX_TRACED_SEQUENCES + 5):
         request.phases(f"x-{number}", 0.0, None)
-    assert len(request.runs) == MOST_SEQUENCES
+    assert len(request.runs) == MAX_TRACED_SEQUENCES
 
 
 def test_a_sequence_that_is_sampled_again_goes_on() -> None:
