@@ -2,6 +2,7 @@
 Shoal's configuration. Nothing here needs a network, credentials or a second machine; tests/deploy runs them."""
 
 import copy
+import itertools
 import json
 import shlex
 import subprocess
@@ -70,17 +71,16 @@ def test_its_commands_are_bash(name: str) -> None:
 def test_what_it_copies_is_there_and_is_what_it_installs(name: str) -> None:
     config = read(name)
     assert config["file_mounts"] == {"~/shoal": ".", "~/.ray/auth_token": "~/.ray/auth_token"}
-    install = config["setup_commands"][-1].split()
-    assert "~/shoal$(nvidia-smi" in config["setup_commands"][-1]
-    constraint = install[install.index("--constraint") + 1]
-    assert (ROOT / constraint.removeprefix("~/shoal/")).is_file()
-    torch = config["setup_commands"][-2].split()[-1]
-    assert torch.startswith("torch==") and f'"{torch}"' in (ROOT / "Makefile").read_text()
+    *_, locked, own = (command.split() for command in config["setup_commands"])
+    assert "--require-hashes" in locked and own[-1] == "~/shoal"
+    assert (ROOT / locked[locked.index("-r") + 1].removeprefix("~/shoal/")).is_file()
+    torch = config["setup_commands"][-3].split()[-1]
+    assert torch.startswith("torch==") and f":= {torch}\n" in (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize(("has_gpu", "installed"), [(True, "shoal[gpu]"), (False, "shoal")])
+@pytest.mark.parametrize("has_gpu", [True, False])
 @pytest.mark.parametrize("name", FILES)
-def test_flashinfer_is_installed_where_there_is_a_gpu(name: str, has_gpu: bool, installed: str, tmp_path: Path) -> None:
+def test_flashinfer_is_installed_where_there_is_a_gpu(name: str, has_gpu: bool, tmp_path: Path) -> None:
     """The command itself, with a Python that says what it is asked, and a driver that finds a GPU or none."""
     programs = {
         tmp_path / "shoal-env" / "bin" / "python": 'echo "$@"',
@@ -91,9 +91,12 @@ def test_flashinfer_is_installed_where_there_is_a_gpu(name: str, has_gpu: bool, 
         path.write_text(f"#!/bin/bash\n{script}\n")
         path.chmod(0o755)
     environment = {"HOME": str(tmp_path), "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
-    command = ["bash", "-c", read(name)["setup_commands"][-1]]
+    command = ["bash", "-c", read(name)["setup_commands"][-2]]
     asked = subprocess.run(command, env=environment, text=True, capture_output=True, check=True).stdout.split()
-    assert asked[:3] == ["-m", "pip", "install"] and asked[-1] == f"{tmp_path}/{installed}"
+    assert asked[:3] == ["-m", "pip", "install"]
+    locks = [Path(file).relative_to(tmp_path / "shoal") for flag, file in itertools.pairwise(asked) if flag == "-r"]
+    assert [lock.name for lock in locks] == ["requirements.lock", *["requirements.gpu.lock"] * has_gpu]
+    assert all((ROOT / lock).is_file() for lock in locks)
 
 
 def test_both_install_and_start_alike() -> None:
