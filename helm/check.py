@@ -191,6 +191,8 @@ def check_manifests(manifests: list[dict[str, Any]]) -> None:
     for manifest in manifests:
         if manifest["kind"] == "RayService":
             check_ray_service(manifest)
+        elif manifest["kind"] == "PrometheusRule":
+            check_rules(manifest)
         else:
             check_plain(manifest)
 
@@ -202,6 +204,20 @@ def check_plain(manifest: dict[str, Any]) -> None:
             kubernetes_validate.validate(manifest, version, strict=True)
         except jsonschema.ValidationError as error:
             raise CheckError(f"{manifest['kind']} for Kubernetes {version}: {_path(error)}: {error.message}") from error
+
+
+def check_rules(manifest: dict[str, Any]) -> None:
+    """Checks the form of a PrometheusRule, which `kubernetes_validate` does not know. Raises CheckError."""
+    if manifest["apiVersion"] != "monitoring.coreos.com/v1" or manifest["spec"].keys() != {"groups"}:
+        raise CheckError("PrometheusRule: not as the operator of Prometheus knows it")
+    check_plain({"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest["metadata"]})
+    for group in manifest["spec"]["groups"]:
+        if group.keys() != {"name", "rules"}:
+            raise CheckError(f"PrometheusRule: {', '.join(group)}: a group has a name and rules")
+        for rule in group["rules"]:
+            strange = rule.keys() - {"alert", "expr", "for", "labels", "annotations"}
+            if strange or not {"alert", "expr", "labels", "annotations"} <= rule.keys():
+                raise CheckError(f"PrometheusRule: {rule.get('alert')}: its fields are {', '.join(rule)}")
 
 
 def check_ray_service(manifest: dict[str, Any]) -> None:

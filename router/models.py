@@ -30,7 +30,7 @@ ServedModel = Service | Upstream  # of replicas, or of another endpoint
 
 DEFAULT = "default"  # a name for the only model, as clients send it that were not told any
 MAX_NAMES = 20  # names in an error
-MAX_NAME_CHARS = 200  # characters
+MAX_NAME_CHARS = 200
 
 
 def passed_over(request: Request) -> set[str]:

@@ -56,7 +56,7 @@ PLACE_RETRY_S = 0.05
 GREEDY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 # A shorter text is computed with the next request. A request of its own costs up to a page and one token more, and the
 # time between two requests does not make up for that.
-MIN_PREFETCHED_CHARS = 256  # characters
+MIN_PREFETCHED_CHARS = 256
 MAX_PREFETCHED_TEXTS = 32  # of each client, texts that are computed ahead at once
 MIN_PRIORITY = -(1 << 31)
 # A shorter text takes 0.5 ms, and a thread costs a busy router as much: it waits for the interpreter, and then the loop

@@ -1,8 +1,8 @@
 """Shoal's public face: the `shoal` command, the language of programs, and the Python API.
 
-Owns: the command line (`shoal serve | chat | pull | status | bench`), `Engine` (`engine.py`), which runs a model inside
-a Python process, and the language (`lang/`). Knows nothing of how a request is scheduled: it configures the cluster
-(`cluster`) and speaks HTTP to it. Read `cli.py` first for the command, `lang/function.py` for the language.
+Owns: the command line (`shoal serve | chat | pull | status | doctor | bench`), `Engine` (`engine.py`), which runs a
+model inside a Python process, and the language (`lang/`). Knows nothing of how a request is scheduled: it configures
+the cluster (`cluster`) and speaks HTTP to it. Read `cli.py` first for the command, `lang/function.py` for the language.
 
 `import shoal` loads a name's module when the name is first used, so it is light.
 """

@@ -26,6 +26,7 @@ COMMANDS = {
     "stop": ("shoal.stop", "end a server, also one whose `shoal serve` was killed"),
     "chat": ("shoal.chat", "talk to a running server in the terminal"),
     "status": ("shoal.status", "what a running server is doing, replica by replica"),
+    "doctor": ("shoal.doctor", "whether this machine can run a server, and what to do if not"),
     "logs": ("shoal.logs", "the lines about a request in the logs of all machines"),
     "pull": ("shoal.pull", "get a model, check it, and keep it in the cache"),
     "check-schema": ("shoal.check_schema", "whether structured output enforces a JSON schema, and at what cost"),

@@ -69,7 +69,7 @@ ENVIRONMENT_OF_OTHERS = {
     "HF_TOKEN": "the hub's token, for models that ask for one",
     "PIP_INDEX_URL, PIP_EXTRA_INDEX_URL": "where pip fetches packages, and `shoal pull` a known model",
 }
-COMMANDS = ("stop", "chat", "status", "logs", "pull", "check-schema")
+COMMANDS = ("stop", "chat", "status", "doctor", "logs", "pull", "check-schema")
 WIDTH = 110  # columns of the commands' help
 
 
@@ -144,11 +144,7 @@ def _lines() -> Iterator[str]:
     yield "scrape every router, set `metrics_port`, and give Prometheus that port and those after it of each machine"
     yield "with routers: one more than it has routers, for the time while one replaces another."
     yield ""
-    yield "Alert when `shoal_replicas_ready < shoal_replicas_wanted` for longer than a start takes, when"
-    yield "`shoal_waiting_requests` or `shoal_queue_seconds` keeps growing, when"
-    yield '`rate(shoal_http_responses_total{status=~"5.."}[5m])` is above 0, and, for streams that had begun with a'
-    yield '200, when `rate(shoal_sequences_total{finish_reason="failed"}[5m])` is above 0. A growing'
-    yield "`shoal_preemptions_total` shows that the KV cache is too small. Do not alert on"
+    yield "Alerts, a dashboard, and what to do: [OPERATING.md](OPERATING.md). Do not alert on"
     yield "`shoal_failed_requests_total`: it includes clients' own mistakes, such as a wrong grammar."
     yield ""
     yield from _table(

@@ -16,6 +16,8 @@ ROOMS = ("shoal", "cluster", "router", "worker", "pipeline", "radix", "kernels",
 PRONOUNS = {"It", "Its", "That", "Those", "These", "They", "This", "What", "Whatever", "Whoever", "Who", "Of", "One", "Ones", "Theirs", "Somebody", "Nobody"}  # fmt: skip  # noqa: E501
 # What to write instead: alongside, no sequence (or router, rank), the caller, again, n.
 WORDS = re.compile(r"\b(beside|nobody|nobody's|somebody|whoever|anew|so many|so long as)\b", re.IGNORECASE)
+# A limit says which side it is on, and of what quantity: `MAX_NAME_CHARS`.
+LIMITS = re.compile(r"(?:^|_)(?:MOST|LEAST|LONGEST|FEWEST|WIDEST)(?:_|$)")
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 # "is no list", "is none of these": the reader has to turn the sentence round. "There is no file" says it as it is.
 TURNED = re.compile(r"(?<![Tt]here )\b(?:is|are) (?:no|none of)\b(?! longer)")
@@ -39,6 +41,22 @@ def docstrings(path: Path) -> list[tuple[int, str]]:
             if text:
                 found.append((getattr(node, "lineno", 1), text))
     return sorted(found)
+
+
+def numbers(path: Path) -> list[tuple[int, str]]:
+    """Names of constants that are numbers, of modules and classes, by line."""
+    tree = ast.parse(path.read_text())
+    blocks = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    found = []
+    for node in (node for block in blocks for node in block if isinstance(node, ast.Assign)):
+        names, values = (part.elts if isinstance(part, ast.Tuple) else [part] for part in (node.targets[0], node.value))
+        for name, value in zip(names, values, strict=False):
+            is_number = any(
+                isinstance(part, ast.Constant) and type(part.value) in (int, float) for part in ast.walk(value)
+            )
+            if isinstance(name, ast.Name) and name.id.isupper() and is_number:
+                found.append((node.lineno, name.id))
+    return found
 
 
 def prose(path: Path) -> list[tuple[int, str]]:
@@ -102,4 +120,16 @@ def test_messages_say_what_something_is_not(room: str) -> None:
 def test_pages_do_not_use_them(page: Path) -> None:
     lines = enumerate(page.read_text().splitlines(), 1)
     wrong = [f"{n}: {line}" for n, line in lines if WORDS.search(line) or TURNED.search(line)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in ("kernels", "helm")])
+def test_limits_are_named_max_and_min(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in FILES
+        if path.is_relative_to(ROOT / room)
+        for line, name in numbers(path)
+        if LIMITS.search(name)
+    ]
     assert wrong == []

@@ -20,7 +20,7 @@ Another tier (a host's memory) is another `Tier`, with a number of units of the 
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 Kind = Literal["full", "latent", "window", "chunk", "states"]
 Tier = Literal[0, 1]  # numbers, as they are in a plan's columns
@@ -80,12 +80,3 @@ class KVLayout:
     def of_kind(self, *kinds: Kind) -> list[KVGroup]:
         """The groups of these kinds."""
         return [group for group in self.groups if group.kind in kinds]
-
-
-class KVPlace(NamedTuple):
-    """Where a page or a row is. `group`: its number in the layout. `unit`: the page or row; of `SLOT` that of the
-    slot."""
-
-    group: int
-    tier: Tier
-    unit: int

@@ -31,7 +31,7 @@ HIDDEN_ROWS = 2048
 
 NUM_COLUMNS = 6  # of a plan: arrays with an entry for each chunk
 NOTHING_HIDDEN = np.empty((0, 2), dtype=np.int32)
-NO_COPIES = np.empty((0, 8), dtype=np.int32)
+NO_COPIES = np.empty((0, 7), dtype=np.int32)
 NO_ADAPTERS = np.empty((0, 3), dtype=np.int32)
 
 
@@ -63,6 +63,26 @@ class Chunk(NamedTuple):
     num_hidden: int = 0
 
 
+class Copy(NamedTuple):
+    """A unit of the cache, or a column of units, that a step copies from one place to another.
+
+    | field | meaning |
+    | --- | --- |
+    | `chunk`, `position` | index of a chunk: after its tokens before this position. At its first, before it computes anything |
+    | `group` | number of the group in the layout |
+    | `from_tier`, `from_unit` | what is copied: a page or row of a tier of the group (`worker.kv_layout`), of `SLOT` that of the slot |
+    | `to_tier`, `to_unit` | where to |
+    """  # noqa: E501
+
+    chunk: int
+    position: int
+    group: int
+    from_tier: int
+    from_unit: int
+    to_tier: int
+    to_unit: int
+
+
 @dataclass(slots=True, eq=False)
 class Plan:
     """The plan of one step: chunks of different sequences, in the order in which their logits come back.
@@ -77,7 +97,7 @@ class Plan:
     | `token_ids` | [sum of `lengths`] | tokens of all chunks, concatenated |
     | `pages` | [groups, sum of `num_pages`] | new pages of all chunks, concatenated, for each group with pages of the layout (`worker.kv_layout`) |
     | `hidden` | [pooled chunks, 2] | index and `num_hidden` of each chunk that has any |
-    | `copies` | [copies, 8] | index of a chunk, position, source and destination (`KVPlace`): what is at the source after the chunk's tokens before the position is copied. At the chunk's first position, that is before it computes anything |
+    | `copies` | [copies, 7] | the fields of `Copy` |
     | `adapters` | [chunks with an adapter, 3] | index of a chunk, device slot, number of the adapter: a rank that has another one there copies this one first |
     """  # noqa: E501
 
@@ -166,7 +186,7 @@ class Plan:
         columns = values[: NUM_COLUMNS * chunks].reshape(-1, chunks)
         token_ids, pages, hidden, copies, adapters = np.split(values[columns.size :], np.cumsum(sizes))
         lists = [token_ids, pages.reshape(groups, -1), hidden.reshape(-1, 2)]
-        lists += [copies.reshape(-1, 8), adapters.reshape(-1, 3)]
+        lists += [copies.reshape(-1, 7), adapters.reshape(-1, 3)]
         return cls(step, *columns, *lists)
 
     @property

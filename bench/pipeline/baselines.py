@@ -66,7 +66,7 @@ class Throttle(Policy):
 
     name = "throttle"
     chunks_follow = True
-    ITERATIONS, LEAST, KEPT = 8, 32, 0.05
+    NUM_ITERATIONS, MIN_TOKENS, KEPT_SHARE = 8, 32, 0.05
 
     def __init__(self, settings: PolicySettings) -> None:
         super().__init__(settings)
@@ -74,11 +74,11 @@ class Throttle(Policy):
 
     def _budget(self, view: SchedulerView) -> Budget:
         stages, most = self.settings.stages, self.settings.token_budget
-        prompt_tokens = round(most * max(0.0, view.free_kv - self.KEPT) / (1 - self.KEPT))
+        prompt_tokens = round(most * max(0.0, view.free_kv - self.KEPT_SHARE) / (1 - self.KEPT_SHARE))
         if view.waiting > 1:
-            prompt_tokens = min(prompt_tokens, max(view.waiting_tokens // self.ITERATIONS, self.LEAST))
+            prompt_tokens = min(prompt_tokens, max(view.waiting_tokens // self.NUM_ITERATIONS, self.MIN_TOKENS))
         if not view.in_flight:
-            prompt_tokens = max(prompt_tokens, min(most, self.LEAST))
+            prompt_tokens = max(prompt_tokens, min(most, self.MIN_TOKENS))
         # The remainder of the division goes to the micro-batches in turn.
         self._turn = (self._turn + 1) % stages
         decodes = max(1, (view.decoding + self._turn) // stages)

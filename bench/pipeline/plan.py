@@ -51,7 +51,7 @@ from worker.models.sharding import Shard
 
 GOOD = 0.99  # share of the requests that must be within the limits
 PRECISION = 0.03  # of a rate
-MOST = 4.0  # times the requests per second when all arrive at once
+MAX_RATE_FACTOR = 4.0  # times the requests per second when all arrive at once
 JITTER = 0.02  # relative standard deviation of the times of steps
 LAYOUT = ("tp", "pp", "device")  # settings that are this command's own options
 
@@ -225,7 +225,7 @@ def layouts(args: argparse.Namespace) -> list[ParallelLayout]:
 def carrying(replica: Simulated, load: Load, rate: float) -> Carrying:
     """Tries what a layout carries, and how many replicas are enough for `rate` requests per second."""
     at_once = replica.serve([Session(session.turns, 0.0) for session in load.at(1.0)], load)["requests_per_s"]
-    one = carried_rate(lambda tried: replica.serve(load.at(tried), load), at_once, MOST * at_once)
+    one = carried_rate(lambda tried: replica.serve(load.at(tried), load), at_once, MAX_RATE_FACTOR * at_once)
     if not one:
         return Carrying(replica, 0.0, 0, None)
     replicas = math.ceil(rate / one)
@@ -322,7 +322,7 @@ def _measured(first: Carrying, args: argparse.Namespace, folder: Path, load: Loa
             return summary
 
         put(url, [*load.options(first.rate), "--seed", "1"])  # does not count
-        measured = carried_rate(serve, first.rate, MOST * first.rate)
+        measured = carried_rate(serve, first.rate, MAX_RATE_FACTOR * first.rate)
     if not measured:
         raise ServerFailed("no rate that was tried is within the limits here")
     return measured

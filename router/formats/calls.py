@@ -26,7 +26,7 @@ _IN_QUOTES = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
 _NUMBER = frozenset({"number"})  # without quotes, `05` is one
 _AFTER_STRING = frozenset((",", ":", ""))
-_LONGEST_NAME = 256
+_MAX_NAME_CHARS = 256
 
 
 def read_call(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax, known_only: bool) -> Reading[bool]:
@@ -60,7 +60,7 @@ def _read_named(reader: AnswerReader, syntax: NamedCall, ends: tuple[str, ...], 
     yield from source.space()
     written = yield from source.pattern(_NAME)
     match = syntax.name.fullmatch(written)
-    if match is None or len(written) > _LONGEST_NAME:
+    if match is None or len(written) > _MAX_NAME_CHARS:
         return False
     call_id = written if syntax.is_id else None
     yield from source.pattern(_BLANKS)
@@ -105,7 +105,7 @@ def _read_pythonic(
         yield from source.space()
     name = yield from source.pattern(_NAME)
     known_only = known_only or _NO_PYTHON_NAME.match(name) is not None
-    if not name or len(name) > _LONGEST_NAME or (known_only and name not in reader.tools):
+    if not name or len(name) > _MAX_NAME_CHARS or (known_only and name not in reader.tools):
         return False
     if not (yield from source.accept("(")):
         return False
@@ -125,7 +125,7 @@ def _read_pythonic(
             break
         key = yield from source.pattern(_PYTHON_NAME)
         yield from source.space()
-        if not key or len(key) > _LONGEST_NAME or not (yield from source.accept("=")):
+        if not key or len(key) > _MAX_NAME_CHARS or not (yield from source.accept("=")):
             if not has_begun:
                 return False
             source.go_to(start)

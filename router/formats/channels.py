@@ -8,7 +8,7 @@ from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from worker.formats.syntax import Channels
 
-_LONGEST_HEADER = 1024
+_MAX_HEADER_CHARS = 1024
 
 
 def read_channels(reader: AnswerReader, channels: Channels, calls: bool) -> Reading[None]:
@@ -81,7 +81,7 @@ def _header(reader: AnswerReader, channels: Channels) -> Reading[str]:
     markers = reader.format.marker_set(channels.message, *channels.ends)
     while True:
         at, marker = source.find(markers)
-        if at - (start - source.base) > _LONGEST_HEADER:
+        if at - (start - source.base) > _MAX_HEADER_CHARS:
             return ""
         if marker is not None or source.ended:
             break

@@ -33,7 +33,7 @@ from router.formats.source import Reading
 from worker.formats.syntax import CallSyntax, JsonCall, ThinkingFormat, ToolsFormat
 
 _NO_TOOLS = ToolsFormat("")
-_LONGEST_NOISE = 2048  # characters before the first call of a section
+_MAX_NOISE_CHARS = 2048  # characters before the first call of a section
 _NOTHING: Mapping[int, int] = {}
 
 
@@ -298,7 +298,7 @@ class Lexer:
         reader.pending = marker
         while True:
             source.at, found = source.find(markers)
-            if source.offset - start > _LONGEST_NOISE or (found is None and source.ended) or found in tools.ends:
+            if source.offset - start > _MAX_NOISE_CHARS or (found is None and source.ended) or found in tools.ends:
                 break
             if found is None:
                 yield

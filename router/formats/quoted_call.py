@@ -15,7 +15,7 @@ _NAME = re.compile(r"[\w.:/-]*")
 _KEY = re.compile(r"[^:,{}\[\]<\"]*")
 _SCALAR = re.compile(r"[^,{}\[\]<\"]*")
 _CLOSES = {"{": "}", "[": "]"}
-_LONGEST_NAME = 256
+_MAX_NAME_CHARS = 256
 
 
 def read_quoted(reader: AnswerReader, syntax: QuotedCall, ends: tuple[str, ...]) -> Reading[bool]:
@@ -30,7 +30,7 @@ def read_quoted(reader: AnswerReader, syntax: QuotedCall, ends: tuple[str, ...])
     name = yield from source.pattern(_NAME)
     yield from source.space()
     first = yield from source.character()
-    if not name or not first or len(name) > _LONGEST_NAME:
+    if not name or not first or len(name) > _MAX_NAME_CHARS:
         return False
     reader.begin(name)
     if first != "{":  # no arguments, or something else than these

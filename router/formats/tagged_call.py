@@ -15,7 +15,7 @@ from worker.formats.syntax import TaggedCall
 
 _STRING = frozenset({"string"})
 _NO_TYPES: frozenset[str] = frozenset()
-_LONGEST_NAME = 256
+_MAX_NAME_CHARS = 256
 _NAME = re.compile(r"[^<>{}]*")
 _KEY = re.compile(r"[^<>]*")
 _ANYTHING: Mapping[str, Any] = {}
@@ -44,7 +44,7 @@ def _name(reader: AnswerReader, syntax: TaggedCall) -> Reading[str | None]:
     elif "\n" not in written.lstrip() and not (yield from source.sees(syntax.key_begin, syntax.end)):
         return None
     match = syntax.name.fullmatch(written)
-    return None if match is None or len(written) > _LONGEST_NAME else match["name"]
+    return None if match is None or len(written) > _MAX_NAME_CHARS else match["name"]
 
 
 class _Arguments:

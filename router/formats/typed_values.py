@@ -21,7 +21,7 @@ _PYTHON_STRING = re.compile(r"""('{3}|"{3}|'|")((?:\\.|(?!\1)[^\\])*)\1""", re.D
 _CONTROL = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
 _WRAPPERS = frozenset({"arguments", "input"})
 _CONSTANTS = {"true": True, "false": False, "null": None}
-_DEPTH = 16  # references and unions further down are not followed
+_MAX_DEPTH = 16  # references and unions further down are not followed
 
 
 def value_types(
@@ -30,7 +30,7 @@ def value_types(
     """The JSON types that a schema of an object allows for one property. `otherwise`: without any word on it."""
     properties = parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
-    return frozenset(_types(schema, parameters, _DEPTH)) or otherwise
+    return frozenset(_types(schema, parameters, _MAX_DEPTH)) or otherwise
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:

@@ -23,7 +23,7 @@ REFUSALS = (429, 503)
 IGNORED = "X-Shoal-Ignored"
 REPAIRED = "X-Shoal-Repaired"
 MAX_NAMES = 20  # names in a header
-MAX_NAME_CHARS = 100  # characters
+MAX_NAME_CHARS = 100
 MAX_LOGGED_NAMES = 1000  # names that a process remembers
 _NO_NAME = re.compile(r"[^!-+\--~]")  # what would be no header, or look like two names
 

@@ -18,8 +18,8 @@ No variable differs from that of a plain run on an endpoint that always gives th
 - Chance: above temperature 0 a draft serves only the branch that made it, so that forks do not get the same sample.
 
 Chat endpoints that do not continue an assistant's message cannot be called in the middle of one. There a draft is a
-whole message. It is asked for up to `TRIES` times until it fits all that is known of the message. An answer without the
-program's text in its place is an error.
+whole message. It is asked for up to `MAX_TRIES` times until it fits all that is known of the message. An answer without
+the program's text in its place is an error.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ from shoal.lang.stops import first_stop, held_back
 
 log = logging.getLogger(__name__)
 
-TRIES = 3
-DRAFTS = 64  # of one run, and of any branch, that calls of other branches are compared with
-SHOWN = 60  # characters of a text in an error
+MAX_TRIES = 3
+MAX_DRAFTS = 64  # of one run, and of any branch, that calls of other branches are compared with
+MAX_SHOWN_CHARS = 60  # characters of a text in an error
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _SERVED = frozenset({"max_new_tokens", "stop", *_SAMPLING})
@@ -209,7 +209,7 @@ class Speculation(Backend):
         self.is_chat_model = backend.is_chat_model
         self.features = backend.features | {"prefill"}
         self._continues = not backend.is_chat_model or "prefill" in backend.features
-        self._drafts: deque[Draft] = deque(maxlen=DRAFTS)
+        self._drafts: deque[Draft] = deque(maxlen=MAX_DRAFTS)
         self._own: dict[str, deque[Draft]] = {}  # by branch, the newest last
         self._tasks: set[asyncio.Task[None]] = set()
         self._exceeds = True  # until a call was in vain, since more tokens than its max_tokens came, uncounted
@@ -303,7 +303,7 @@ class Speculation(Backend):
 
     def _keep(self, draft: Draft) -> None:
         self._drafts.append(draft)
-        self._own.setdefault(draft.call.branch, deque(maxlen=TRIES + 1)).append(draft)
+        self._own.setdefault(draft.call.branch, deque(maxlen=MAX_TRIES + 1)).append(draft)
 
     async def _found(self, draft: Draft, call: Call) -> tuple[int, Cut] | None:
         """The output of a call in a draft, if it is there."""
@@ -325,7 +325,7 @@ class Speculation(Backend):
         message = (call.branch, len(call.messages))
         limit = max(call.params.max_new_tokens or 0, self.num_tokens)
         best: tuple[int, Draft, int, Cut] | None = None
-        while self._tries[message] < TRIES:
+        while self._tries[message] < MAX_TRIES:
             self._tries[message] += 1
             draft = await self._begin(dataclasses.replace(call, partial=""), streaming, limit, call.partial)
             start = await draft.position(call.partial)
@@ -477,7 +477,6 @@ def _misfit(draft: Draft, call: Call) -> str:
         return f"whether this gen has more than its max_tokens of {limit} is not told: give it {draft.limit}"
     pairs = zip(expected, found, strict=False)
     at = next((number for number, (own, other) in enumerate(pairs) if own != other), min(len(expected), len(found)))
-    return (
-        f"after {expected[max(0, at - SHOWN) : at]!r} the program's text is {expected[at : at + SHOWN]!r}, "
-        f"and the answer's {found[at : at + SHOWN]!r}"
-    )
+    before, other = expected[max(0, at - MAX_SHOWN_CHARS) : at], found[at : at + MAX_SHOWN_CHARS]
+    own = expected[at : at + MAX_SHOWN_CHARS]
+    return f"after {before!r} the program's text is {own!r}, and the answer's {other!r}"

@@ -129,6 +129,8 @@ CHANGES: dict[str, Any] = {
     "autoscaling.maxWorkers": {"enabled": True, "maxWorkers": 8},  # in place of workers.count
     "service": {"port": 80, "annotations": {"a": "b"}, "type": "LoadBalancer"},
     "networkPolicy": {"enabled": False},
+    "alerts": {"enabled": True, "labels": {"release": "prometheus"}},
+    "dashboard": {"enabled": True, "labels": {"a": "b"}},
     "podAnnotations": {"a": "b"},
     "env": [{"name": "A", "value": "b"}],
     "extraVolumes": [{"name": "a", "emptyDir": {}}],

@@ -398,8 +398,8 @@ FAULTS = [
     Fault(
         "adapters-and-copies-change-places",
         "worker/step.py",
-        "lists += [copies.reshape(-1, 8), adapters.reshape(-1, 3)]\n",
-        "lists += [adapters.reshape(-1, 3), copies.reshape(-1, 8)]\n",
+        "lists += [copies.reshape(-1, 7), adapters.reshape(-1, 3)]\n",
+        "lists += [adapters.reshape(-1, 3), copies.reshape(-1, 7)]\n",
         MESSAGES,
     ),
     Fault(

@@ -37,7 +37,7 @@ def test_without_a_command_the_help_goes_to_stderr(capsys: Captured) -> None:
     ("argv", "says"),
     [
         (["chta"], r"'chta'.*\bchat\?"),
-        (["zzz"], "serve, stop, chat, status, logs, pull, check-schema, plan, bench"),
+        (["zzz"], "serve, stop, chat, status, doctor, logs, pull, check-schema, plan, bench"),
         (["--zzz"], "'--zzz'"),
         (["bench", "srve"], r"^shoal bench: .*'srve'.*\bserve\?"),
     ],

@@ -15,28 +15,19 @@ from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components
 from worker.executor.attention_selector import AttentionChoice
 from worker.executor.executor import Executor, ForwardOutput
-from worker.kv_layout import SLOT, KVGroup, KVLayout, KVPlace
+from worker.kv_layout import SLOT, KVGroup, KVLayout
 from worker.messages import Failure, Grammar
 from worker.progress import NewestSteps
 from worker.scheduler.kv_demand import KVClaim, peak_pages
-from worker.step import PENDING, Chunk, Plan, SampledTokens, StepTime
+from worker.step import PENDING, Chunk, Copy, Plan, SampledTokens, StepTime
 from worker.structured_output.compiling.answer_verdict import AnswerToCheck
 
 MASK = (1 << 62) - 1
 
 
-class Copy(NamedTuple):
-    """A row of `Plan.copies`."""
-
-    chunk: int
-    position: int
-    source: KVPlace
-    destination: KVPlace
-
-
 def copies_of(plan: Plan) -> list[Copy]:
     """The copies of a plan one by one."""
-    return [Copy(*row[:2], KVPlace(*row[2:5]), KVPlace(*row[5:])) for row in plan.copies.tolist()]
+    return [Copy(*row) for row in plan.copies.tolist()]
 
 
 def mix(state: int, value: int) -> int:
@@ -163,10 +154,10 @@ class FakeExecutor(Executor):
 
     def _begin_states(self, plan: Plan, copies: list[Copy]) -> None:
         """Recurrent states as they are before the step. Rows are read before any is written."""
-        reads = [copy for copy in copies if copy.destination.tier == SLOT]
+        reads = [copy for copy in copies if copy.to_tier == SLOT]
         assert all(copy.position == plan.starts[copy.chunk] for copy in reads), "states that a chunk has changed"
-        assert all(copy.destination.unit == plan.slots[copy.chunk] for copy in reads), "another sequence's slot"
-        read = {copy.chunk: self.rows[copy.source.unit] for copy in reads}
+        assert all(copy.to_unit == plan.slots[copy.chunk] for copy in reads), "another sequence's slot"
+        read = {copy.chunk: self.rows[copy.from_unit] for copy in reads}
         for index, (slot, start) in enumerate(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True)):
             if start == 0 or index in read:
                 self.states[slot] = read.get(index, (0, 0))
@@ -178,9 +169,9 @@ class FakeExecutor(Executor):
         for token in token_ids:
             at, state = at + 1, mix(state, token)
             for copy in copies:
-                if copy.source.tier == SLOT and copy.position == at:
-                    assert copy.source.unit == chunk.slot, "states of another sequence"
-                    self.rows[copy.destination.unit] = at, state
+                if copy.from_tier == SLOT and copy.position == at:
+                    assert copy.from_unit == chunk.slot, "states of another sequence"
+                    self.rows[copy.to_unit] = at, state
         self.states[chunk.slot] = at, state
         return state
 

@@ -1,15 +1,14 @@
 """Plans as columns: what goes to the other ranks, what is left of one, and the tables that follow from them."""
 
 import random
-from functools import partial
 
 import numpy as np
 import pytest
 
-from tests.worker.fakes import Copy, copies_of
+from tests.worker.fakes import copies_of
 from worker.executor.page_table import PageTable
-from worker.kv_layout import DEVICE, SLOT, KVPlace
-from worker.step import PENDING, Chunk, Plan
+from worker.kv_layout import DEVICE, SLOT
+from worker.step import PENDING, Chunk, Copy, Plan
 
 CHUNKS = [
     Chunk(3, 7, [PENDING], 2, [], 1),
@@ -18,8 +17,7 @@ CHUNKS = [
     Chunk(2, 4, [2, 3], 1, [12, 13], 2, 1),
 ]
 # Of chunks, by index: rows of states that are written, written and read, and adapters.
-OWN, SAVED = partial(KVPlace, 2, SLOT), partial(KVPlace, 2, DEVICE)
-COPIES = [Copy(1, 2, OWN(0), SAVED(7)), Copy(1, 3, OWN(0), SAVED(8)), Copy(3, 4, SAVED(9), OWN(2))]
+COPIES = [Copy(1, 2, 2, SLOT, 0, DEVICE, 7), Copy(1, 3, 2, SLOT, 0, DEVICE, 8), Copy(3, 4, 2, DEVICE, 9, SLOT, 2)]
 ADAPTERS = [(0, 1, 5), (2, 0, 6)]
 
 
@@ -28,8 +26,7 @@ def rich_plan(step: int) -> Plan:
     those of the first."""
     plan = Plan.from_chunks(step, CHUNKS)
     plan.pages = np.concatenate((plan.pages, plan.pages + np.int32(100)))
-    rows = [(copy.chunk, copy.position, *copy.source, *copy.destination) for copy in COPIES]
-    plan.copies, plan.adapters = np.array(rows, dtype=np.int32), np.array(ADAPTERS, dtype=np.int32)
+    plan.copies, plan.adapters = (np.array(some, dtype=np.int32) for some in (COPIES, ADAPTERS))
     return plan
 
 

@@ -19,7 +19,7 @@ from worker.executor.weight_loader import Progress
 from worker.kv_layout import DEVICE
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.progress import NewestSteps
-from worker.step import Plan, StepTime
+from worker.step import Copy, Plan, StepTime
 
 
 class ModelRunner(Executor):
@@ -177,13 +177,14 @@ class ModelRunner(Executor):
         """`StateBatch.copies` of a plan whose chunks are computed in the given order, the plan's by default."""
         if not len(plan.copies):
             return NO_STATE_COPIES
-        chunks, positions, _, from_tier, from_unit, _, _, to_unit = plan.copies.T
-        copies = np.empty((len(chunks), 3), dtype=np.int32)
-        copies[:, 0] = chunks
-        copies[:, 1] = positions - plan.starts[chunks]
-        copies[:, 2] = np.where(from_tier == DEVICE, from_unit, to_unit) + self._first_checkpoint
+        planned = Copy(*plan.copies.T)
+        copies = np.empty((len(plan.copies), 3), dtype=np.int32)
+        copies[:, 0] = planned.chunk
+        copies[:, 1] = planned.position - plan.starts[planned.chunk]
+        copies[:, 2] = np.where(planned.from_tier == DEVICE, planned.from_unit, planned.to_unit)
+        copies[:, 2] += self._first_checkpoint
         if order is not None:
             index = np.empty(len(plan), dtype=np.int32)
             index[order] = np.arange(len(plan), dtype=np.int32)
-            copies[:, 0] = index[chunks]
+            copies[:, 0] = index[planned.chunk]
         return copies

@@ -17,7 +17,7 @@ MIN_LEARNED_REQUESTS = 64  # requests that must have ended before anything is pr
 LEARNING_RATE = 0.2
 ERROR_WEIGHT = 1 / 64  # weight of the newest error in the spread
 WINDOW_OUTPUTS = 256  # newest outputs whose predictions are compared with them
-ACCURACY_EVERY_OUTPUTS = 32  # outputs
+ACCURACY_EVERY_OUTPUTS = 32
 
 
 class LengthEstimate(NamedTuple):

@@ -19,7 +19,7 @@ from radix.component import Component
 from radix.node import NO_PAGES, PagedNode
 from radix.pages import PagePool
 from radix.tree import Tree
-from worker.kv_layout import DEVICE, SLOT, KVGroup, KVPlace
+from worker.kv_layout import KVGroup
 from worker.messages import ReplicaLoad
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
@@ -97,14 +97,6 @@ class PlannedGroup(CacheGroup):
     @abstractmethod
     def planned(self, seq: Sequence) -> list[int]:
         """Positions of the parts that `seq` owns, written or on their way; ascending."""
-
-    def running(self, seq: Sequence) -> KVPlace:
-        """The place of what steps of `seq` change."""
-        return KVPlace(self.number, SLOT, seq.slot)
-
-    def saved(self, part: int) -> KVPlace:
-        """The place of a part."""
-        return KVPlace(self.number, DEVICE, part)
 
 
 class PagedGroup(CacheGroup):

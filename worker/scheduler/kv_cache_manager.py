@@ -23,14 +23,14 @@ import numpy as np
 from radix.events import Event
 from radix.node import NO_PAGES, PagedNode
 from radix.tree import Tree
-from worker.kv_layout import Kind, KVLayout
+from worker.kv_layout import DEVICE, SLOT, Kind, KVLayout
 from worker.messages import ReplicaLoad
 from worker.scheduler.cache_group import CacheGroup, FullPages, PagedGroup, PlannedGroup
 from worker.scheduler.sequence import IntBuffer, Sequence, pages_for
 from worker.scheduler.sequence_table import SequenceTable
 from worker.scheduler.state_checkpoints import StateRows
 from worker.scheduler.window_pages import WindowPages
-from worker.step import NO_COPIES
+from worker.step import NO_COPIES, Copy
 
 KINDS: Mapping[Kind, type[CacheGroup]] = {
     "full": FullPages,
@@ -213,16 +213,16 @@ class KVCacheManager:
             return NO_COPIES
         ends = starts + lengths
         saving = (ends[:num_decodes] % self._interval == 0).nonzero()[0].tolist()
-        copies = list[tuple[int, ...]]()
+        copies = list[Copy]()
         for chunk in (*saving, *range(num_decodes, len(sequences))):
             seq, start, end = sequences[chunk], int(starts[chunk]), int(ends[chunk])
             for group in self._planned:
                 if (row := group.part_to_read(seq)) is not None:
-                    copies.append((chunk, start, *group.saved(row), *group.running(seq)))
+                    copies.append(Copy(chunk, start, group.number, DEVICE, row, SLOT, seq.slot))
             for position in self._take_targets(seq, start, end, including=True):
                 for group in self._planned:
                     if (row := group.allocate_part(seq, position)) is not None:
-                        copies.append((chunk, position, *group.running(seq), *group.saved(row)))
+                        copies.append(Copy(chunk, position, group.number, SLOT, seq.slot, DEVICE, row))
         return np.array(copies, dtype=np.int32) if copies else NO_COPIES
 
     def next_page(self, seq: Sequence) -> int | None:

@@ -6,7 +6,7 @@ from typing import cast
 
 import httpx
 
-MOST_IDLE = 1024  # connections that are kept open between calls
+MAX_IDLE_CONNECTIONS = 1024  # connections that are kept open between calls
 
 
 class Connections(httpx.AsyncBaseTransport):
@@ -45,7 +45,7 @@ class Connections(httpx.AsyncBaseTransport):
         )
 
     async def _release(self, transport: httpx.AsyncHTTPTransport) -> None:
-        if len(self._idle) < MOST_IDLE:
+        if len(self._idle) < MAX_IDLE_CONNECTIONS:
             self._idle.append(transport)
         else:
             await transport.aclose()

@@ -33,7 +33,7 @@ _EVERYWHERE = frozenset(
     "max_new_tokens n stop stop_regex temperature top_p frequency_penalty presence_penalty return_logprob "
     "top_logprobs_num return_text_in_logprobs".split()
 )
-MOST_LIKELY = 20  # tokens of which OpenAI tells the log probability
+MAX_LIKELY_TOKENS = 20  # tokens of which OpenAI tells the log probability
 _OPEN = frozenset("min_new_tokens stop_token_ids top_k min_p ignore_eos dtype regex json_schema".split())
 
 
@@ -159,7 +159,7 @@ class OpenAI(Backend):
             raise NotSupported(
                 "conversations do not tell how likely a text is without them: use another choices_method"
             )
-        params = GenParams(max_new_tokens=1, temperature=0.0, return_logprob=True, top_logprobs_num=MOST_LIKELY)
+        params = GenParams(max_new_tokens=1, temperature=0.0, return_logprob=True, top_logprobs_num=MAX_LIKELY_TOKENS)
         create, body = self._request(replace(call, params=params))
         with self._clients.errors():
             answer = await create(**body)
@@ -173,7 +173,7 @@ class OpenAI(Backend):
             if token not in known:
                 raise BackendError(
                     f"{self._clients.url} does not tell how likely {choice!r} is: in a conversation, select takes "
-                    f"choices of one token that are among the {MOST_LIKELY} likeliest"
+                    f"choices of one token that are among the {MAX_LIKELY_TOKENS} likeliest"
                 )
             found.append(ChoiceScore((None,), (known[token],)))
         return found

@@ -11,7 +11,7 @@ import pytest
 import shoal
 from shoal.lang.backend import Backend, Generated, OutputPiece
 from shoal.lang.ir import GenParams
-from shoal.lang.speculation import TRIES, Speculation
+from shoal.lang.speculation import MAX_TRIES, Speculation
 from tests.shoal.lang.scripted_endpoint import ScriptedEndpoint, script, tokenize
 
 PROMPT = "Ada Lovelace was born in 1815 and wrote programs.\nName:"
@@ -253,7 +253,7 @@ def test_an_answer_without_the_program_s_text_is_an_error():
         assert re.search(r"test_speculation.py:\d+.*'Year:'.*'Born: 1815'", error), error
         with pytest.raises(shoal.ProgramError):
             state["year"]
-        assert len(endpoint.requests) == TRIES
+        assert len(endpoint.requests) == MAX_TRIES
 
 
 def test_a_message_is_asked_for_until_all_of_it_fits():

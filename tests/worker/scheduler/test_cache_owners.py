@@ -92,15 +92,14 @@ class Owners(RuleBasedStateMachine):
 
     def copies_have_owners(self) -> None:
         """A row that a step in flight writes is its sequence's, until that goes. A copy is between a sequence's own
-        states and a row of the same group."""
+        states and a row."""
         step, *_ = self.driver.flight
         groups = self.driver.scheduler.kv_cache.groups
         for copy in copies_of(step.plan):
             seq: Sequence = step.sequences[copy.chunk]
-            assert copy.source.group == copy.destination.group
-            assert {copy.source.tier, copy.destination.tier} == {SLOT, DEVICE}
-            if copy.destination.tier == DEVICE and seq.is_running and not step.dropped[copy.chunk]:
-                assert copy.destination.unit in groups[copy.destination.group].held(seq)
+            assert {copy.from_tier, copy.to_tier} == {SLOT, DEVICE}
+            if copy.to_tier == DEVICE and seq.is_running and not step.dropped[copy.chunk]:
+                assert copy.to_unit in groups[copy.group].held(seq)
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):

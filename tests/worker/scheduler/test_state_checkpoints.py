@@ -14,7 +14,7 @@ def saved(plans: list[Plan]) -> list[int]:
     """Positions at which states were saved, in the order of the plans."""
     found = []
     for plan in plans:
-        found += [copy.position for copy in copies_of(plan) if copy.destination.tier == DEVICE]
+        found += [copy.position for copy in copies_of(plan) if copy.to_tier == DEVICE]
     return found
 
 
@@ -107,7 +107,7 @@ def test_a_preempted_sequence_goes_on_from_a_checkpoint(drive, crowded):
     assert d.scheduler.load().preemptions > 0
     for i in range(4):
         check(d, str(i), prompt(8, seed=i), 24)
-    read = [copy.position for plan in plans for copy in copies_of(plan) if copy.source.tier == DEVICE]
+    read = [copy.position for plan in plans for copy in copies_of(plan) if copy.from_tier == DEVICE]
     assert max(read) >= 8, "tokens of outputs were not computed again"
 
 
