@@ -28,6 +28,7 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, one line per key. The message is shown to the user unchanged."""
 
 
+MIN_SHARE = 0.0001  # of a CPU or a GPU: Ray counts in ten thousandths
 _SCALING = ("min_replicas", "target_wait_s", "downscale_delay_s")  # mean nothing without max_replicas
 
 
@@ -81,14 +82,14 @@ class ReplicaConfig(WorkerConfig, ModelConfig):
     )
     cpus_per_rank: float | None = Field(
         None,
-        gt=0,
+        ge=MIN_SHARE,
         description=(
             "Ray CPUs that one rank reserves, and its number of threads; by default an equal share of this "
             "machine's cores, or 1 on a cluster that is joined"
         ),
     )
     gpus_per_rank: float = Field(
-        1.0, gt=0, le=1, description="Ray GPUs that one rank reserves when the model runs on GPUs"
+        1.0, ge=MIN_SHARE, le=1, description="Ray GPUs that one rank reserves when the model runs on GPUs"
     )
     start_timeout_s: float = Field(
         600.0,
@@ -235,7 +236,7 @@ class Config(ReplicaConfig, RouterConfig):
         None,
         description="the Ray cluster to join: host:port, or auto; by default Ray is started on this machine",
     )
-    cpus_per_router: float = Field(1.0, gt=0, description="CPUs that are kept free of replicas for each router")
+    cpus_per_router: float = Field(1.0, ge=MIN_SHARE, description="CPUs that are kept free of replicas for each router")
     health_check_period_s: float = Field(
         0.5,
         ge=0.1,

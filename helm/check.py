@@ -369,14 +369,21 @@ def defaults() -> dict[str, Any]:
     """Facts for the templates: defaults of settings and of the chart's values, and the disk that known models need."""
     fields = {key: Config.model_fields[key] for key in (*DEFAULTS, "drain_s", "cpus_per_router")}
     config = {key: field.default for key, field in fields.items() if key not in OWN_KEYS + TAKEN_KEYS}
+    least = {key: _least(Config.model_fields[key].metadata) for key in quantity.SETTINGS}
     listening = {key: Config.model_fields[key].default for key in OF_LISTENERS}
     values = {key: value for key, value in _read(CHART / "values.yaml").items() if key != "config"}
     return {
         "config": config,
+        "least": least,
         "listening": listening,
         "values": values,
         "known": {name: packaged.disk_bytes for name, packaged in KNOWN.items()},
     }
+
+
+def _least(metadata: list[Any]) -> float:
+    """The least value of a setting that may be a quantity: a schema knows none of a text."""
+    return float(next(each.ge for each in metadata if hasattr(each, "ge")))
 
 
 def check_schema() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from cluster import joined
 from cluster.app import settle
 from cluster.config import load
 from cluster.joined import Deployed
@@ -46,3 +47,12 @@ def test_what_autoscaling_has_chosen_stays_within_new_bounds(there: int, replica
     now = _scaled_as(config, {"Replica-a": there, "Replica-b": 7})
     assert [each.replicas for each in now.deployments] == [replicas, 2]
     assert _scaled_as(config, {}) == config.changed(lambda each: each)
+
+
+def test_routers_that_no_machine_can_hold_are_refused_before_ray_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 4.0}}]
+    monkeypatch.setattr(joined.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(joined, "_reserved", dict)
+    monkeypatch.setattr(joined, "placement_group", lambda *its, **more: pytest.fail("Ray is asked"))
+    with pytest.raises(joined.NoRoom, match=r"^20 routers .*=1 .* on 10\.0\.0\.1, which has 4 CPUs: 16 are missing\."):
+        joined.reserve({"10.0.0.1": 20, "10.0.0.2": 20}, 1.0)

@@ -18,14 +18,23 @@ from cluster.replica import bundles
 
 UNIT = 10_000  # Ray counts resources in ten thousandths
 GIB = 1 << 30
-_FACTORS = {"": 1, "m": Decimal("0.001"), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_FACTORS = {
+    "": 1,
+    "u": Decimal("0.000001"),
+    "m": Decimal("0.001"),
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "P": 10**15,
+}
 _FACTORS |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
 
 
 def quantity(text: Any) -> Decimal:
     """A quantity of Kubernetes as a number."""
     text = str(text)
-    number = text.rstrip("mkKMGTPi")
+    number = text.rstrip("umkKMGTPi")
     return Decimal(number) * _FACTORS[text.removeprefix(number)]
 
 

@@ -53,6 +53,17 @@ Replica-{{ regexReplaceAll "[^A-Za-z0-9_.-]" . "-" }}
 {{- range $models -}}
 {{- include "shoal.checkSettings" (dict "root" $ "it" . "of" .of) -}}
 {{- end -}}
+{{- range $key, $least := (.Files.Get "defaults.json" | fromJson).least -}}
+{{- with index $.Values.config $key -}}
+{{- $amount := include "shoal.quantity" . | float64 -}}
+{{- if lt $amount $least -}}
+{{- fail (printf "config.%s is %v, and must be at least %v" $key . $least) -}}
+{{- end -}}
+{{- if and (hasSuffix "_bytes" $key) (ne $amount (floor $amount)) -}}
+{{- fail (printf "config.%s is %v: a size is in whole bytes, as 64Mi" $key .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.config.require_auth_for_metrics_endpoint (not .Values.apiKey.existingSecret) -}}
 {{- fail "config.require_auth_for_metrics_endpoint needs keys: set apiKey.existingSecret" -}}
 {{- end -}}
@@ -89,7 +100,7 @@ Replica-{{ regexReplaceAll "[^A-Za-z0-9_.-]" . "-" }}
 {{- range $key := list "gpus_per_rank" "cpus_per_rank" "cpus_per_router" -}}
 {{- with index $it $key -}}
 {{- if lt (include "shoal.quantity" . | float64) 0.0001 -}}
-{{- fail (printf "%s is %v%s: Ray counts in ten thousandths" $key . $of) -}}
+{{- fail (printf "%s is %v%s, and must be at least 0.0001: Ray counts in ten thousandths" $key . $of) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -64,7 +64,8 @@ Refuses values with which pods would never be made, never start, or not hold wha
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- range $name, $quantity := merge (dict) $limits $requests -}}
+{{- range $table := list $limits $requests -}}
+{{- range $name, $quantity := $table -}}
 {{- $amount := include "shoal.quantity" $quantity | float64 -}}
 {{- if not (regexMatch "^(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i|.+/.+)$" $name) -}}
 {{- fail (printf "%s: Kubernetes knows no %s: resources of a plugin have a domain, as rdma/hca" $at $name) -}}
@@ -83,6 +84,7 @@ Refuses values with which pods would never be made, never start, or not hold wha
 {{- end -}}
 {{- if and (eq $name "cpu") (gt $amount 1024.0) -}}
 {{- fail (printf "%s: cpu is %v, more than a node has" $at $quantity) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
