@@ -17,9 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from router.config import RouterConfig, UpstreamConfig
 from router.http.upstream import Upstream
+from router.metrics import otlp
 from router.metrics.metrics import Metrics
 from router.models import Models
 from router.wire import request_id
+from tests.otlp_receiver import Receiver, attributes
 
 Make = Callable[..., Any]
 WAIT_S = 20.0
@@ -117,6 +119,31 @@ def test_a_body_goes_on_with_another_name_and_nothing_else_changed(door: Door) -
     assert (got["authorization"], got["openai-beta"], got["accept-encoding"]) == ("Bearer sesame", "x=1", "identity")
     assert got["x-request-id"] == answer.headers["x-request-id"] and "x-api-key" not in got
     assert got["content-type"] == "application/json" and "mine" not in str(got)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_trace_goes_on_there(make_door: Callable[..., Door], monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(otlp, "BATCH_EVERY_S", 0.005)
+    with Receiver() as receiver:
+        door = make_door(config=RouterConfig(otlp_traces_endpoint=receiver.url))
+        mine = f"00-{'a' * 32}-{'b' * 16}-01"
+        assert (
+            door.post("/v1/chat/completions", {"model": "far", "stream": stream}, traceparent=mine).status_code == 200
+        )
+        (own,) = receiver.requests(1)
+        ((_, got, _),) = door.elsewhere.requests
+    assert got["traceparent"] == f"00-{'a' * 32}-{own.span_id.hex()}-01"
+    phases = receiver.children(own)
+    assert [span.name for span in phases] == ["router", "upstream", "answer"]
+    edges = [own.start_time_unix_nano, *(span.end_time_unix_nano for span in phases)]
+    assert [span.start_time_unix_nano for span in phases] == edges[:-1] and edges[-1] == own.end_time_unix_nano
+    assert attributes(own)["gen_ai.request.model"] == "far"
+
+
+def test_without_traces_no_header_is_added(door: Door) -> None:
+    door.post("/v1/chat/completions", traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
+    ((_, got, _),) = door.elsewhere.requests
+    assert "traceparent" not in got
 
 
 @pytest.mark.parametrize(
