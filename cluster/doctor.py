@@ -35,10 +35,8 @@ UNTRUSTED_LINKS = ("SYS", "NODE")  # between GPUs, through the processors
 # Those that containers and virtual machines of this machine share with it, and no other machine.
 INTERFACES_LEFT_OUT = re.compile(r"lo|(docker|veth|cni|flannel|cali|br-|virbr|bonding_masters|kube|tunl).*")
 LIBRARIES = ("usr/lib", "usr/lib64", "lib", "usr/local/lib")
-SMI_FIELDS = (
-    "index,name,driver_version,memory.total,memory.used,compute_cap,clocks_event_reasons.hw_slowdown,"
-    "ecc.errors.uncorrected.volatile.total"
-)
+SMI_FIELDS = "index,name,driver_version,memory.total,memory.used"
+SMI_MORE_FIELDS = ",clocks_event_reasons.hw_slowdown,ecc.errors.uncorrected.volatile.total"  # of newer drivers
 
 
 @dataclass(frozen=True)
@@ -132,14 +130,18 @@ class ExaminedMachine:
         return self.path("/dev/nvidiactl").exists()
 
     def gpus(self) -> list[dict[str, str]] | str:
-        """Each GPU by the names of SMI_FIELDS, or why they cannot be asked."""
-        told = self.run(["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"])
+        """Each GPU by the names of SMI_FIELDS and, of a newer driver, SMI_MORE_FIELDS, or why they cannot be asked."""
+        fields = SMI_FIELDS + SMI_MORE_FIELDS
+        told = self.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+        if told is not None and told[0] != 0 and "not a valid field" in told[1]:
+            fields = SMI_FIELDS
+            told = self.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
         if told is None:
             return "there is no nvidia-smi"
         code, text = told
         if code != 0:
             return text.splitlines()[0] if text else f"nvidia-smi ends with {code}"
-        names = SMI_FIELDS.split(",")
+        names = fields.split(",")
         rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip())
         return [dict(zip(names, row, strict=False)) for row in rows]
 

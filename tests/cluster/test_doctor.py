@@ -13,7 +13,7 @@ from cluster.doctor import CHECKS, ExaminedMachine, Finding, Space, WantedHere, 
 from cluster.local import PortTaken
 
 GIB = 1 << 30
-SMI = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 1, 9.0, Not Active, 0"
+SMI = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 1, Not Active, 0"
 TOPO = "\x1b[4m\tGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \t{link}\t0-31\nGPU1\t{link}\t X \t0-31\n\nLegend:\n"
 NO_LIMIT = -1
 
@@ -113,7 +113,7 @@ FAULTS: list[tuple[str, str, str, Callable[[MadeUp], Any]]] = [
     ("driver", "failed", "mismatch", lambda m: m.with_gpus().commands.update({"nvidia-smi": (18, "version mismatch")})),
     ("driver", "failed", "too old", lambda m: m.with_gpus(SMI.replace("580.65.06", "550.54"))),
     ("driver", "failed", "built for CPUs", lambda m: setattr(m.with_gpus(), "cuda", None)),
-    ("gpus", "warning", "another program", lambda m: m.with_gpus(SMI.replace(", 1, 9.0", ", 60000, 9.0"))),
+    ("gpus", "warning", "another program", lambda m: m.with_gpus(SMI.replace(", 1, Not", ", 60000, Not"))),
     ("gpus", "failed", "memory errors", lambda m: m.with_gpus(SMI[:-1] + "3")),
     ("gpus", "warning", "differ", lambda m: m.with_gpus(SMI, SMI.replace("H100", "A100"))),
     ("links", "warning", "processors", lambda m: m.with_gpus(SMI, SMI, link="SYS")),
@@ -183,3 +183,14 @@ def test_a_check_that_breaks_is_a_finding(machine: MadeUp) -> None:
     machine.with_gpus().commands["nvidia-smi"] = (0, "0")  # a driver that answers otherwise
     (found,) = machine.findings("driver")
     assert found.state == "warning" and "KeyError" in found.says
+
+
+def test_an_older_driver_is_asked_for_less(machine: MadeUp) -> None:
+    machine.with_gpus()
+    del machine.commands["nvidia-smi"]
+    older = f"nvidia-smi --query-gpu={doctor.SMI_FIELDS}"
+    newer = older + doctor.SMI_MORE_FIELDS
+    machine.commands[newer] = (2, 'Field "clocks_event_reasons.hw_slowdown" is not a valid field to query.')
+    machine.commands[older] = (0, ",".join(SMI.split(",")[:5]))
+    assert states(machine.findings("driver")) == ["ok"] and states(machine.findings("gpus")) == ["ok"]
+    assert "failed" not in states(machine.findings("clocks"))
