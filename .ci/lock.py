@@ -13,6 +13,7 @@ unless pyproject.toml, or `--upgrade`, asks for another.
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 UV = "uv==0.13.9"
@@ -26,22 +27,25 @@ def main() -> None:
     """Raises CalledProcessError with the words of pip or uv above it."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, UV], check=True)
-        before = {name: pins((ROOT / name).read_text()) for name in (BASE, *EXTRAS.values())}
-        versions = Path(folder) / "versions"
-        versions.write_text("" if "--upgrade" in sys.argv else "\n".join(set().union(*before.values())))
-        base = compiled(folder, versions)
-        versions.write_text("\n".join({*versions.read_text().splitlines(), *base}))
+        before = (
+            "" if "--upgrade" in sys.argv else "".join((ROOT / name).read_text() for name in (BASE, *EXTRAS.values()))
+        )
+        base = compiled(Path(folder), before)
         (ROOT / BASE).write_text(text(base))
         for extra, name in EXTRAS.items():
-            whole = compiled(folder, versions, "--extra", extra)
+            whole = compiled(Path(folder), before, base, "--extra", extra)
             (ROOT / name).write_text(text({pin: hashes for pin, hashes in whole.items() if pin not in base}))
 
 
-def compiled(folder: str, versions: Path, *arguments: str) -> dict[str, str]:
-    """The hashes of each pin, as pip reads them."""
+def compiled(folder: Path, before: str, base: Collection[str] = (), *arguments: str) -> dict[str, str]:
+    """The hashes of each pin. `before`: the locks as they were, whose versions uv prefers. `base`: pins that must
+    stay."""
+    made, fixed = folder / "made", folder / "fixed"
+    made.write_text(before)
+    fixed.write_text("\n".join(base))
     command = [f"{folder}/bin/uv", *COMPILE, "--no-header", "--no-emit-package", "torch", *arguments]
-    done = subprocess.run([*command, "--constraint", versions], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return pins(done.stdout)
+    subprocess.run([*command, "--constraint", fixed, "--output-file", made], cwd=ROOT, check=True)
+    return pins(made.read_text())
 
 
 def pins(lock: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +20,14 @@ from worker.formats.families import PARSERS, THINKING, THINKING_ALIASES, TOOL_AL
 
 _ORIGIN = re.compile(r"https?://[^/?#@,\s]+")
 _BASE = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
+
+
+def _is_url(value: str) -> bool:
+    """Whether it is `_BASE`, with a port that is one."""
+    try:
+        return _BASE.fullmatch(value) is not None and urlsplit(value).port != 0
+    except ValueError:
+        return False
 
 
 def _checked(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -146,7 +155,7 @@ class UpstreamConfig(BaseModel):
     @field_validator("url")
     @classmethod
     def _url(cls, value: str) -> str:
-        if not _BASE.fullmatch(value):
+        if not _is_url(value):
             raise ValueError("a base URL is a scheme, a host and a path, as https://example.com/v1, and no more")
         return value.rstrip("/")
 
@@ -262,7 +271,7 @@ class RouterConfig(ModelConfig):
     @field_validator("otlp_traces_endpoint")
     @classmethod
     def _receiver(cls, value: str | None) -> str | None:
-        if value is not None and not _BASE.fullmatch(value):
+        if value is not None and not _is_url(value):
             raise ValueError("a receiver's URL is a scheme, a host and a path, as http://collector:4318/v1/traces")
         return value
 

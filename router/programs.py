@@ -88,6 +88,11 @@ class BranchText:
         return BranchText(array("i", prompt_ids + output_ids), rest, num_chars)
 
     @property
+    def text_bytes(self) -> int:
+        """The cost of `prompt`, in bytes of text that cost as much: to copy sixteen tokens costs as much as a byte."""
+        return len(self.tail) + len(self.token_ids) // 16
+
+    @property
     def size(self) -> int:
         """The branch's size in the table, in tokens; a character of the tail counts as one."""
         return len(self.token_ids) + len(self.tail)

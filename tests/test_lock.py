@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -106,20 +105,19 @@ def test_make_lock_keeps_what_is_pinned_and_writes_each_pin_once(
         (tmp_path / name).write_text("")
     asked = []
 
-    def run(command: list[Any], **_: Any) -> "subprocess.CompletedProcess[str]":
-        if "pip" in command[:3] and "install" in command:
-            return subprocess.CompletedProcess(command, 0)
-        asked.append(Path(command[-1]).read_text().split("\n"))
+    def run(command: list[Any], **_: Any) -> None:
+        if "--output-file" not in command:  # pip's
+            return
+        fixed, made = (Path(command[command.index(name) + 1]) for name in ("--constraint", "--output-file"))
+        asked.append((lock.pins(made.read_text()), fixed.read_text()))
         extra = command[command.index("--extra") + 1] if "--extra" in command else ""
-        found = {"alpha==1": "sha256:aa sha256:bb"} | (
-            {f"{extra}==2 ; sys_platform == 'linux'": "sha256:cc"} if extra else {}
-        )
-        return subprocess.CompletedProcess(command, 0, stdout=lock.text(found))
+        more = {f"{extra}==2 ; sys_platform == 'linux'": "sha256:cc"} if extra else {}
+        made.write_text(lock.text({"alpha==1": "sha256:aa sha256:bb"} | more))
 
     monkeypatch.setattr(lock, "ROOT", tmp_path)
     monkeypatch.setattr(lock.subprocess, "run", run)
     lock.main()
-    assert asked[0] == ["alpha==1"] and len(asked) == 3
+    assert asked == [({"alpha==1": "sha256:aa"}, fixed) for fixed in ("", "alpha==1", "alpha==1")]
     assert lock.pins((tmp_path / lock.BASE).read_text()) == {"alpha==1": "sha256:aa sha256:bb"}
     assert lock.pins((tmp_path / "requirements.gpu.lock").read_text()) == {
         "gpu==2 ; sys_platform == 'linux'": "sha256:cc"

@@ -20,6 +20,8 @@ from router.streaming.sse import EventStream
 from router.wire.requests import ChatRequest, ChoicesRequest, CompletionRequest
 from router.wire.responses import ChatChunk, ChatCompletion, Completion, ScoredChoices
 
+# What a sequence costs to prepare, in bytes of text that cost as much: a body of few bytes may ask for thousands.
+BYTES_A_SEQUENCE = 256
 ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503, 504)
 
 
@@ -68,7 +70,7 @@ class _CompletionRoutes:
         body = service.defaults.complete(body)
         prepared = await service.in_thread(
             request,
-            size,
+            size + BYTES_A_SEQUENCE * (body.n or 1),
             prepare_chat,
             body,
             service.output_format,
@@ -90,16 +92,18 @@ class _CompletionRoutes:
         service.check_priority(body.priority, client_of(request))
 
         async def prepare(call: CompletionRequest, arrived: float) -> PreparedRequest:
+            continued = continued_branches(service.programs, call, self._keys.tenant(request))
+            held = sum(branch.held.branch.text_bytes for branch in continued)
             return await service.in_thread(
                 request,
-                size,
+                size + held + BYTES_A_SEQUENCE * _num_sequences(call),
                 prepare_completion,
                 call,
                 service.tokenizer,
                 service.context_length,
                 service.config.max_prompts,
                 arrived,
-                continued_branches(service.programs, call, self._keys.tenant(request)),
+                continued,
                 service.config.clamp_max_tokens,
             )
 
@@ -122,7 +126,7 @@ class _CompletionRoutes:
             branch = held_branch(service.programs, body.program, self._keys.tenant(request)).branch
         prepared = await service.in_thread(
             request,
-            size * len(body.choices),
+            (size + branch.text_bytes) * len(body.choices),
             prepare_choices,
             body,
             service.tokenizer,
@@ -139,3 +143,9 @@ class _CompletionRoutes:
         for service in self._models.services:
             service.end_program(program_key(self._keys.tenant(request), program_id))
         return Response(status_code=204)
+
+
+def _num_sequences(call: CompletionRequest) -> int:
+    """The sequences that a request asks for."""
+    prompts = len(call.prompt) if isinstance(call.prompt, list) and not isinstance(call.prompt[:1], int) else 1
+    return prompts * (call.n or 1)

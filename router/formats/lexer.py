@@ -223,6 +223,8 @@ class Lexer:
         if syntax is None:
             source.kept = kept
             source.go_to(start)
+            if begins_section:
+                source.forget()
             return False
         self._in_section |= bool(tools.ends) and (begins_section or marker == tools.bare)
         yield from self._more_calls(syntax)

@@ -31,7 +31,7 @@ class Source:
         self.kept: int | None = None
         self.marks: dict[int, int] = {}
         self._since: int | None = None  # the offset from which on what is dropped is recorded
-        self._dropped = ""
+        self._dropped: list[str] = []
         self._bound = format.bound_markers
 
     @property
@@ -41,7 +41,7 @@ class Source:
     def feed(self, text: str, marks: Mapping[int, int]) -> None:
         drop = self.at if self.kept is None else self.kept - self.base
         if self._since is not None:
-            self._dropped += self.text[max(0, self._since - self.base) : drop]
+            self._dropped.append(self.text[max(0, self._since - self.base) : drop])
         self.text = self.text[drop:] + text
         self.base += drop
         self.at -= drop
@@ -62,14 +62,18 @@ class Source:
 
     def record(self) -> None:
         """Keeps what comes from here on for `recorded`."""
-        self._since, self._dropped = self.offset, ""
+        self._since, self._dropped = self.offset, []
 
     def recorded(self, end: int) -> str:
         """The text from the last `record` up to the offset `end`, which is kept. Ends the recording."""
         since, self._since = self._since, None
         if since is None:
             return ""
-        return self._dropped + self.text[max(0, since - self.base) : end - self.base]
+        return "".join([*self._dropped, self.text[max(0, since - self.base) : end - self.base]])
+
+    def forget(self) -> None:
+        """Ends the recording."""
+        self._since, self._dropped = None, []
 
     def since(self, offset: int) -> str:
         """The text from a kept offset up to here."""

@@ -1,5 +1,7 @@
 """A port of one router alone, where several share the port of the API: each scrape of it finds this router."""
 
+import asyncio
+import contextlib
 import errno
 import logging
 
@@ -10,6 +12,7 @@ from router.http.listener import Listener
 
 log = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT_S = 2.0  # for scrapes that go on when the router ends
 MAX_PORTS_TRIED = 64  # from the first on: more than a machine has routers, also while they are replaced
 
 
@@ -46,4 +49,5 @@ class OwnPort:
 
     async def close(self) -> None:
         if self._listener is not None:
-            await self._listener.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._listener.close(), CLOSE_TIMEOUT_S)

@@ -159,8 +159,8 @@ class Upstream:
         fields["model"] = msgspec.Raw(msgspec.json.encode(self._upstream.model or self.model))
         headers = self._headers | {name: value for name in PASSED_HEADERS if (value := request.headers.get(name))}
         headers[request_id.HEADER] = request.state.request_id
-        if (told := request_log.current()) is not None and (span := told.traceparent()) is not None:
-            headers["traceparent"] = span
+        if (told := request_log.current()) is not None:
+            headers |= told.trace_headers()
         path = request.url.path
         if self._api_key is not None and path.startswith("/v1/messages"):
             headers["x-api-key"] = self._api_key  # as Anthropic's clients send it

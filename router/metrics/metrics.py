@@ -333,7 +333,8 @@ class Metrics:
         self.trace_spans = counter(
             "shoal_trace_spans",
             "Spans of requests' traces, by what became of them: sent, or lost because too many waited already "
-            "(queue_full), the receiver refused them (refused), or the router ended first (closed)",
+            "(queue_full), the receiver refused them (refused), they could not be written (failed), or the router "
+            "ended first (closed)",
             "result",
         )
         self.client_requests = counter(

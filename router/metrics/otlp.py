@@ -1,6 +1,6 @@
 """Traces, sent to a receiver of OpenTelemetry over HTTP (OTLP, protobuf).
 
-    TracedRequest.end ──▶ a queue of at most `MAX_WAITING_REQUESTS` ──▶ a task, batch by batch
+    TracedRequest.end ──▶ a queue of at most `MAX_WAITING_SPANS` ──▶ a task, batch by batch
 
 A request costs its router an entry in the queue. Where the receiver does not keep up, or is away, the queue fills, and
 requests that end then have no trace; the metric `shoal_trace_spans_total` counts them.
@@ -25,9 +25,10 @@ from worker.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING_REQUESTS = 8192  # requests in the queue: some 2 kB each
-MAX_BATCH_REQUESTS = 256  # requests in a message: some 300 kB
-MAX_REQUESTS_A_TURN = 32  # requests that are encoded before the event loop goes on: about a millisecond
+# A request of one sequence has some six spans, one of many up to 320: it is spans that take memory and time.
+MAX_WAITING_SPANS = 48_000  # in the queue: some 16 MB
+MAX_BATCH_SPANS = 1536  # of a message, but for its last request: some 300 kB
+MAX_SPANS_A_TURN = 192  # that are encoded before the event loop goes on: about a millisecond
 BATCH_EVERY_S = 1.0  # how long a request waits for others to go with it
 ANSWER_TIMEOUT_S = 10.0  # what the receiver may take for a message
 # A receiver that is away is tried again after the first of these, and then twice as late each time up to the second.
@@ -60,6 +61,7 @@ class Tracer:
         self._scope = ScopeSpans(scope=scope).SerializeToString()
         self._sleep = sleep
         self._waiting: deque[TracedRequest] = deque()
+        self._waiting_spans = 0
         self._news = asyncio.Event()
         self._enough = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -75,12 +77,14 @@ class Tracer:
         """Puts a request that has ended into the queue."""
         if not request.is_sampled:
             return
-        if len(self._waiting) >= MAX_WAITING_REQUESTS:
+        spans = _num_spans(request)
+        if self._waiting_spans + spans > MAX_WAITING_SPANS:
             self._lost("queue_full", [request])
             return
         self._waiting.append(request)
+        self._waiting_spans += spans
         self._news.set()
-        if len(self._waiting) >= MAX_BATCH_REQUESTS:
+        if self._waiting_spans >= MAX_BATCH_SPANS:
             self._enough.set()
 
     # ------------------------------------------------ sending
@@ -103,6 +107,7 @@ class Tracer:
         if self._waiting:
             self._lost("closed", list(self._waiting))
             self._waiting.clear()
+            self._waiting_spans = 0
 
     async def _run(self) -> None:
         async with httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S) as http:
@@ -116,25 +121,29 @@ class Tracer:
                 else:
                     await self._sleep(retry_s)
                     retry_s = min(2 * retry_s, MAX_RETRY_S)
-                if len(self._waiting) < MAX_BATCH_REQUESTS:
+                if self._waiting_spans < MAX_BATCH_SPANS:
                     self._enough.clear()
                 if not self._waiting:
                     self._news.clear()
 
     async def _sent(self, http: httpx.AsyncClient) -> bool:
         """Sends one batch. Returns whether the receiver has taken, or refused it: whether the next may follow."""
-        batch = [self._waiting[number] for number in range(min(MAX_BATCH_REQUESTS, len(self._waiting)))]
-        data = await self._encoded(batch)
+        batch = self._batch()
         try:
+            data = await self._encoded(batch)
             answer = await http.post(self._url, content=data, headers={"Content-Type": "application/x-protobuf"})
         except httpx.HTTPError as error:
             self._failures.warning("the traces' receiver at %s fails: %s %s", self._url, type(error).__name__, error)
             return False
+        except Exception:  # a fault of ours in one of them: the others, which come after it, have theirs
+            log.exception("%d requests have no trace", len(batch))
+            self._drop(batch)
+            self._lost("failed", batch)
+            return True
         if answer.status_code in RETRIED_STATUSES:
             self._failures.warning("the traces' receiver at %s answers %d", self._url, answer.status_code)
             return False
-        for _ in batch:
-            self._waiting.popleft()
+        self._drop(batch)
         if answer.is_success:
             self._spans.labels("sent").inc(sum(map(_num_spans, batch)))
         else:
@@ -144,13 +153,30 @@ class Tracer:
             )
         return True
 
+    def _batch(self) -> list[TracedRequest]:
+        """The first requests of the queue, which go into one message."""
+        batch, spans = [], 0
+        for request in self._waiting:
+            if spans >= MAX_BATCH_SPANS:
+                break
+            batch.append(request)
+            spans += _num_spans(request)
+        return batch
+
+    def _drop(self, batch: Sequence[TracedRequest]) -> None:
+        """Takes a batch out of the queue."""
+        for _ in batch:
+            self._waiting_spans -= _num_spans(self._waiting.popleft())
+
     async def _encoded(self, batch: Sequence[TracedRequest]) -> bytes:
         """The message of a batch, an `ExportTraceServiceRequest`. Lets the event loop go on from time to time."""
-        parts = [self._scope]
-        for number, request in enumerate(batch, 1):
+        parts, spans = [self._scope], 0
+        for request in batch:
             parts.append(_encoded_spans(request))
-            if number % MAX_REQUESTS_A_TURN == 0:
+            spans += _num_spans(request)
+            if spans >= MAX_SPANS_A_TURN:
                 await asyncio.sleep(0)
+                spans = 0
         whole = self._resource + _field(2, b"".join(parts))
         return _field(1, whole)
 

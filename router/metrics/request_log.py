@@ -75,9 +75,9 @@ class RequestLog:
         `arrived`: `perf_counter` when its call came. `program`: the program that it belongs to."""
         return None
 
-    def traceparent(self) -> str | None:
-        """The header that names the request's span to another endpoint; None if the request is not traced."""
-        return None
+    def trace_headers(self) -> dict[str, str]:
+        """The headers that name the request's span to another endpoint; none if the request is not traced."""
+        return {}
 
     def began(self, replica_id: str) -> None:
         """A sequence was sent to a replica."""

@@ -85,6 +85,8 @@ class Phase:
 class SequencePhases:
     """The phases of one sequence, each of which begins where the one before ends. `number`: the sequence's own."""
 
+    __slots__ = ("_attributes", "_begun", "_name", "number", "phases")
+
     def __init__(self, number: int, begun: float) -> None:
         self.number = number
         self.phases: list[Phase] = []
@@ -207,9 +209,11 @@ class TracedRequest(RequestLog):
         self.runs.append(run)
         return run
 
-    def traceparent(self) -> str:
-        """See `RequestLog.traceparent`."""
-        return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{self.is_sampled:02x}"
+    def trace_headers(self) -> dict[str, str]:
+        """See `RequestLog.trace_headers`."""
+        headers = {"traceparent": f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{self.is_sampled:02x}"}
+        state = "" if self.parent is None else self.parent.state
+        return headers | ({"tracestate": state} if state else {})
 
     @property
     def is_sampled(self) -> bool:
@@ -230,6 +234,7 @@ class TracedRequest(RequestLog):
             self.runs.append(SequencePhases(0, self.arrived))
         for run in self.runs:
             run.close(self.over)
+        self._known.clear()
         self.at_end(self)
 
     def attributes(self) -> list[tuple[str, str | int | tuple[str, ...]]]:

@@ -72,6 +72,12 @@ def test_a_continuation_has_the_text_and_nothing_before_it(any_tokenizer: Tokeni
         assert b"".join(any_tokenizer.token_bytes[token_id] for token_id in token_ids) == text.encode()
 
 
+def test_what_a_branch_holds_counts_as_text() -> None:
+    """A call of few bytes may continue a long one: then a thread reads it."""
+    held = BranchText(array("i", range(160)), "x" * 3000)
+    assert held.text_bytes == 3010 and BranchText().text_bytes == 0
+
+
 def test_special_tokens_only_begin_a_text() -> None:
     calls: list[tuple[str, bool]] = []
 

@@ -127,12 +127,11 @@ def test_a_trace_goes_on_there(make_door: Callable[..., Door], monkeypatch: pyte
     with Receiver() as receiver:
         door = make_door(config=RouterConfig(otlp_traces_endpoint=receiver.url))
         mine = f"00-{'a' * 32}-{'b' * 16}-01"
-        assert (
-            door.post("/v1/chat/completions", {"model": "far", "stream": stream}, traceparent=mine).status_code == 200
-        )
+        body = {"model": "far", "stream": stream}
+        assert door.post("/v1/chat/completions", body, traceparent=mine, tracestate="a=1").status_code == 200
         (own,) = receiver.requests(1)
         ((_, got, _),) = door.elsewhere.requests
-    assert got["traceparent"] == f"00-{'a' * 32}-{own.span_id.hex()}-01"
+    assert got["traceparent"] == f"00-{'a' * 32}-{own.span_id.hex()}-01" and got["tracestate"] == "a=1"
     phases = receiver.children(own)
     assert [span.name for span in phases] == ["router", "upstream", "answer"]
     edges = [own.start_time_unix_nano, *(span.end_time_unix_nano for span in phases)]

@@ -269,12 +269,15 @@ def test_the_part_that_is_kept() -> None:
 def test_without_a_receiver_nothing_is_traced(stack: Any) -> None:
     assert stack.models.tracer is None
     request = request_log.RequestLog("x")
-    assert request.phases("x-0", 0.0, None) is None and request.traceparent() is None
+    assert request.phases("x-0", 0.0, None) is None and request.trace_headers() == {}
     assert ask(stack, traceparent=PARENT).status_code == 200
     assert stack.metric("shoal_trace_spans_total{") == 0
 
 
-@pytest.mark.parametrize("url", ["collector:4317", "grpc://collector:4317", "http://collector:4318/v1/traces?x=1"])
+@pytest.mark.parametrize(
+    "url",
+    ["collector:4317", "grpc://collector:4317", "http://collector:4318/v1/traces?x=1", "http://c:99999", "http://c:x"],
+)
 def test_a_receiver_that_cannot_be_one(url: str) -> None:
     with pytest.raises(ValueError, match="receiver's URL"):
         RouterConfig(otlp_traces_endpoint=url)
@@ -343,7 +346,7 @@ def test_a_message_that_is_refused_is_counted(receiver: Receiver, caplog: pytest
 
 
 def test_a_full_queue_loses_the_newest(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "MAX_WAITING_REQUESTS", 3)
+    monkeypatch.setattr(otlp, "MAX_WAITING_SPANS", 7)  # of three requests
     sending = Sending("http://127.0.0.1:9")
     for _ in range(5):
         sending.request()
@@ -365,8 +368,27 @@ def test_a_router_that_ends_sends_what_is_left(receiver: Receiver) -> None:
     assert asyncio.run(run("http://127.0.0.1:9")).count("closed") == 2  # the port of "discard": nothing listens
 
 
+def test_a_request_that_cannot_be_written_holds_up_no_other(
+    receiver: Receiver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(otlp, "MAX_BATCH_SPANS", 1)
+
+    async def run() -> Sending:
+        sending = Sending(receiver.url)
+        sending.request()
+        sending.tracer._waiting[0].over = None
+        sending.request()
+        sending.tracer.start()
+        await asyncio.wait_for(sent(sending, 2), 20)
+        await sending.tracer.close()
+        return sending
+
+    assert asyncio.run(run()).count("failed") == 2 and len(receiver.spans) == 2
+    assert len(caplog.records) == 1
+
+
 def test_batches_are_bounded(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "MAX_BATCH_REQUESTS", 4)
+    monkeypatch.setattr(otlp, "MAX_BATCH_SPANS", 8)  # of four requests
 
     async def run() -> None:
         sending = Sending(receiver.url)

@@ -45,10 +45,11 @@ _MAX_REFUSED_CHARS = 4 << 20  # of grammars and refusals
 @dataclass(eq=False)
 class _Asked:
     """A grammar that compiles, or is compiled. `asked_s`: when it was asked for last. `waiting`: requests that wait for
-    it."""
+    it. `is_counted`: whether its bytes are among those of the cache."""
 
     asked_s: float = field(default_factory=time.monotonic)
     waiting: int = 0
+    is_counted: bool = False
     future: "Future[CompiledGrammar]" = field(init=False)
 
 
@@ -292,8 +293,9 @@ class GrammarCompiler:
                 del self._kept[grammar]
                 return
             self._cached_bytes += done.result().size_bytes
-            while self._cached_bytes > self._cache_bytes:
-                oldest = next(kept for kept, each in self._kept.items() if _succeeded(each.future))
+            self._kept[grammar].is_counted = True
+            while self._cached_bytes > self._cache_bytes:  # of what has not been counted yet, nothing is taken off
+                oldest = next(kept for kept, each in self._kept.items() if each.is_counted)
                 if oldest == grammar:
                     break
                 evicted.append(self._kept.pop(oldest))
@@ -347,10 +349,6 @@ def _trim() -> None:
     """Returns free memory to the system. By itself, glibc does not if memory in use lies above it."""
     with contextlib.suppress(AttributeError):  # only GNU's C library has this function
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _succeeded(future: "Future[CompiledGrammar]") -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _pass_on(done: "Future[CompiledGrammar]", own: "Future[CompiledGrammar]") -> None:

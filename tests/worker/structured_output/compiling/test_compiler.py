@@ -4,6 +4,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,24 @@ def test_those_used_last_are_kept(made: Callable[..., GrammarCompiler], asked: l
     assert len(asked) == 3
     compiler.submit(one("b")).result()
     assert asked[3:] == [one("b").text]
+
+
+def test_what_has_not_been_counted_gives_no_bytes_back(made: Callable[..., GrammarCompiler], size: int) -> None:
+    """A grammar that is done, and whose turn to be counted has not come, while another one makes the cache too full."""
+    cache = made(cache_bytes=3 * size // 2)
+    done = cache.submit(one("a")).result()
+    with cache._lock:
+        early = cache._kept[one("z")] = compiler._Asked()
+        early.future = Future()
+        early.future.set_result(done)
+        cache._kept.move_to_end(one("z"), last=False)
+    cache.submit(one("b")).result()
+    with cache._lock:  # `a` has gone, which was counted
+        assert list(cache._kept) == [one("z"), one("b")]
+        assert cache._cached_bytes == cache._kept[one("b")].future.result().size_bytes
+    cache._settle(one("z"), early.future)
+    with cache._lock:
+        assert cache._cached_bytes == sum(each.future.result().size_bytes for each in cache._kept.values())
 
 
 def test_what_is_not_kept_is_freed(
