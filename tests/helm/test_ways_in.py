@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import yaml
 
+from router.config import RouterConfig
 from router.http.own_port import MAX_PORTS_TRIED
-from tests.helm.chart import cluster, render
+from tests.helm.chart import ROOT, cluster, render
 
 INGRESS = {"enabled": True, "className": "nginx", "host": "a.example", "tlsSecret": "a-tls"}
 INGRESS |= {"annotations": {"x/y": "z"}}
@@ -28,6 +30,13 @@ def test_an_ingress_leads_to_the_service_with_tls() -> None:
     assert ingress["spec"]["tls"] == [{"hosts": ["a.example"], "secretName": "a-tls"}]
     assert ingress["spec"]["ingressClassName"] == "nginx" and ingress["metadata"]["annotations"] == {"x/y": "z"}
     assert "tls" not in one("Ingress", {"ingress": {"enabled": True, "host": "a.example"}})["spec"]
+
+
+def test_an_ingress_of_nginx_takes_all_requests_that_a_router_takes() -> None:
+    """Its own limit is a mebibyte, and it answers 413."""
+    values = yaml.safe_load((ROOT / "helm" / "examples" / "observed.yaml").read_text())
+    size = one("Ingress", values)["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
+    assert size.endswith("m") and int(size[:-1]) << 20 >= RouterConfig.model_fields["max_body_bytes"].default
 
 
 def test_a_route_leads_to_the_service_and_cuts_no_stream() -> None:
