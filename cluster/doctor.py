@@ -148,12 +148,13 @@ class ExaminedMachine:
 
 @dataclass(frozen=True)
 class WantedHere:
-    """The server that is to run here: where it listens, and its model; None: not asked for."""
+    """The server that is to run here: where it listens, its model (None: not asked for), and its largest `tp`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     metrics_port: int | None = None
     model: str | None = None
+    tp: int = 1
 
 
 Check = Callable[[ExaminedMachine, WantedHere], Iterator[tuple[State, str, str]]]
@@ -262,7 +263,8 @@ def _links(machine: ExaminedMachine, wanted: WantedHere) -> Iterator[tuple[State
         yield "warning", "nvidia-smi topo -m does not answer", "look at the links by hand"
         return
     plain = re.sub(r"\x1b\[\d*m", "", told[1])
-    rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
+    # The header begins like a row once its tab is stripped. A row has an X, where a GPU meets itself.
+    rows = [cells for line in plain.splitlines() if re.match(r"GPU\d+\s", line) and "X" in (cells := line.split())]
     links = [row[1 + other] for number, row in enumerate(rows) for other in range(number)]
     kinds = ", ".join(sorted(set(links)))
     slow = [link for link in links if link in UNTRUSTED_LINKS]
@@ -315,9 +317,11 @@ def _flashinfer(machine: ExaminedMachine, wanted: WantedHere) -> Iterator[tuple[
     else:
         remedy = "shoal doctor --compile, with --model; else the first start does it, for minutes"
         yield "warning", f"FlashInfer {version}, no kernel compiled yet", remedy
-    if machine.run(["nvcc", "--version"]) is None and not machine.path("/usr/local/cuda/bin/nvcc").exists():
-        state: State = "warning" if compiled else "failed"
-        yield state, "no nvcc, so no kernel can be compiled", "install the CUDA toolkit"
+    toolkits = (machine.environ.get("CUDA_HOME"), "/usr/local/cuda")
+    compilers = [machine.path(f"{each}/bin/nvcc") for each in toolkits if each]
+    if machine.run(["nvcc", "--version"]) is None and not any(each.exists() for each in compilers):
+        says = "no nvcc, so no kernel can be compiled: Triton's take their place"
+        yield "warning", says, "install the CUDA toolkit, or set CUDA_HOME to it"
 
 
 # ---------------------------------------------------------------- the system
@@ -340,12 +344,15 @@ def _ports(machine: ExaminedMachine, wanted: WantedHere) -> Iterator[tuple[State
 
 def _shared_memory(machine: ExaminedMachine, wanted: WantedHere) -> Iterator[tuple[State, str, str]]:
     folder = machine.path("/dev/shm")
+    gpus = machine.gpus() if machine.has_gpus else []
+    together = wanted.tp > 1 or (not isinstance(gpus, str) and len(gpus) > 1)
+    state: State = "failed" if together else "warning"  # one rank has none to share memory with
     if not folder.exists():
-        yield "failed", "there is no /dev/shm", "mount a tmpfs there; in a container, --shm-size=8g"
+        yield state, "there is no /dev/shm", "mount a tmpfs there; in a container, --shm-size=8g"
         return
     space = machine.space(folder)
     if space.total_bytes < MIN_SHM_BYTES:
-        yield "failed", f"/dev/shm has {_bytes(space.total_bytes)}", "in a container, --shm-size=8g or --ipc=host"
+        yield state, f"/dev/shm has {_bytes(space.total_bytes)}", "in a container, --shm-size=8g or --ipc=host"
     else:
         yield "ok", f"/dev/shm has {_bytes(space.total_bytes)}", ""
 
@@ -401,20 +408,22 @@ def _rdma(machine: ExaminedMachine, wanted: WantedHere) -> Iterator[tuple[State,
     if not devices:
         yield "skipped", "no RDMA device here: between machines, NCCL uses TCP", ""
         return
+    # Without RDMA NCCL goes on over TCP, unless it is told not to.
+    state: State = "failed" if machine.environ.get("NCCL_NET", "").upper() == "IB" else "warning"
     active = [
         device
         for device in devices
         if any("ACTIVE" in port.read_text() for port in folder.glob(f"{device}/ports/*/state"))
     ]
     if not active:
-        yield "failed", f"no port of {', '.join(devices)} is active", "look at cables and switch: ibstat"
+        yield state, f"no port of {', '.join(devices)} is active", "look at cables and switch: ibstat"
         return
     yield "ok", f"active: {', '.join(active)}", ""
     if not any(path for each in LIBRARIES for path in machine.path(each).glob("**/libibverbs.so*")):
-        yield "failed", "libibverbs is not installed: NCCL would use TCP", "apt install rdma-core libibverbs1"
+        yield state, "libibverbs is not installed: NCCL would use TCP", "apt install rdma-core libibverbs1"
     if machine.limit(resource.RLIMIT_MEMLOCK) >= 0:
         remedy = "ulimit -l unlimited; in a container, the capability IPC_LOCK"
-        yield "failed", "memory cannot be locked without limit, as RDMA needs", remedy
+        yield state, "memory cannot be locked without limit, as RDMA needs", remedy
     if machine.has_gpus and "nvidia_peermem" not in (machine.read("/proc/modules") or ""):
         says = "nvidia_peermem is not loaded: data may go by way of the host's memory"
         yield "warning", says, "modprobe nvidia_peermem"

@@ -444,7 +444,7 @@ class _Launch:
         """The addresses at which clients reach routers."""
         if self._config.address is None or self._config.host not in ALL_INTERFACES:
             return [self._url]
-        return [self._url_of(host) for host in self._config.router_hosts or [_this_node()]]
+        return [self._url_of(host) for host in self._router_hosts() or [_this_node()]]
 
     def _how_to_stop(self) -> str:
         if self._config.address is None:
@@ -457,8 +457,13 @@ class _Launch:
         """The address at which this process reaches routers."""
         host = ALL_INTERFACES.get(self._config.host, self._config.host)
         if host != self._config.host and self._config.router_hosts and _this_node() not in self._config.router_hosts:
-            host = self._config.router_hosts[0]
+            host = self._router_hosts()[0]
         return self._url_of(host)
+
+    def _router_hosts(self) -> list[str]:
+        """The machines of routers, first those that are in the cluster: another may join later, or never."""
+        there = machines_of(ray.nodes()) if self._config.router_hosts else {}
+        return sorted(self._config.router_hosts, key=lambda host: host not in there)
 
     def _url_of(self, host: str) -> str:
         host = f"[{host}]" if ":" in host else host

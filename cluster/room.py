@@ -53,25 +53,31 @@ def shortage(
     placed = dict.fromkeys(wanted, 0)
     needed: Counter[str] = Counter()
     for deployment in config.deployments:
-        group = bundles(deployment)
-        needed.update({name: amount * wanted[deployment.name] for name, amount in _sum(group).items()})
-        while placed[deployment.name] < wanted[deployment.name] and (left := _placed(group, nodes)):
-            nodes = left
-            placed[deployment.name] += 1
+        one = _sum(bundles(deployment))
+        needed.update({name: amount * wanted[deployment.name] for name, amount in one.items()})
+    # Those at the start are there before autoscaling adds any.
+    for until in ({each.name: each.replicas for each in config.deployments}, wanted):
+        for deployment in config.deployments:
+            group = bundles(deployment)
+            while placed[deployment.name] < until[deployment.name] and (left := _placed(group, nodes)):
+                nodes = left
+                placed[deployment.name] += 1
     return None if placed == wanted else Shortage(wanted, placed, needed, there, len(machines))
 
 
 def told(short: Shortage, config: Config, most: bool = False) -> str:
     """Tells people what is missing and what to do about it, in one line."""
-    key = "max_replicas" if most else "replicas"
+    scaled = {each.name for each in config.deployments if most and each.max_replicas is not None}
+    keys = {name: "max_replicas" if name in scaled else "replicas" for name in short.wanted}
     several = len(config.deployments) > 1
     lacking = [name for name, number in short.wanted.items() if short.placed[name] < number]
     of = " and ".join(
-        f"{short.placed[name]} of {key}={short.wanted[name]}" + (f" of {name}" if several else "") for name in lacking
+        f"{short.placed[name]} of {keys[name]}={short.wanted[name]}" + (f" of {name}" if several else "")
+        for name in lacking
     )
-    remedies = [f"{key} of {name}" if several else key for name in lacking]
+    remedies = [f"{keys[name]} of {name}" if several else keys[name] for name in lacking]
     if not several and short.placed[lacking[0]]:
-        remedies = [f"{key} to {short.placed[lacking[0]]}"]
+        remedies = [f"{keys[lacking[0]]} to {short.placed[lacking[0]]}"]
     if missing := short.missing:
         on = "1 machine has" if short.machines == 1 else f"{short.machines} machines have"
         why = " and ".join(

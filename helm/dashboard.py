@@ -1,7 +1,7 @@
 """Writes the dashboard for Grafana: `python helm/dashboard.py` makes `shoal/files/dashboard.json`.
 
 A panel is a title, a unit, and queries with their legends. Metrics that replicas report come from every router alike,
-hence `max by` before anything is summed; what routers count themselves is summed.
+hence `max by` before anything is summed; what routers count themselves is summed, but for what each of them sees.
 """
 
 import json
@@ -33,9 +33,14 @@ def counted(metric: str, by: str, where: str = MODEL) -> str:
     return f"sum by ({by}) (rate({metric}{where}{RATE}))"
 
 
-def grown(metric: str, by: str) -> str:
-    """How much a counter of routers has grown in five minutes."""
-    return f"sum by ({by}) (increase({metric}{MODEL}[5m]))"
+def grown(metric: str) -> str:
+    """How much a counter of routers has grown in five minutes, by reason."""
+    return f"sum by (reason) (increase({metric}{MODEL}[5m]))"
+
+
+def seen(metric: str) -> str:
+    """The same of a counter of what every router sees."""
+    return f"sum by (reason) (max by (model, reason) (increase({metric}{MODEL}[5m])))"
 
 
 PROMPTS = reported("shoal_prompt_tokens_total", "rate")
@@ -69,8 +74,8 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             "Replicas lost, streams resumed",
             "short",
             [
-                (grown("shoal_replicas_taken_out_total", "reason"), "lost: {{reason}}"),
-                (grown("shoal_resumed_sequences_total", "reason"), "resumed: {{reason}}"),
+                (seen("shoal_replicas_taken_out_total"), "lost: {{reason}}"),
+                (grown("shoal_resumed_sequences_total"), "resumed: {{reason}}"),
             ],
         ),
     ],

@@ -19,7 +19,7 @@ examples:
   shoal doctor --model meta-llama/Llama-3.1-8B-Instruct --compile
   ray exec cluster/ray/machines.yaml 'shoal doctor'  on the head, from elsewhere
 
-exit code: 0 if no check has failed, 1 if one has.
+exit code: 0 if no check has failed, 1 if one has, 2 if --config cannot be read.
 """
 SIGNS = {"ok": "ok", "warning": "warning", "failed": "FAILED", "skipped": "-"}
 # A replica with random weights compiles what a server with this model would; its output is of no use.
@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.compile and (why := _compiled(model, tp)):
         print(f"shoal doctor: --compile: {why}", file=sys.stderr)
         return 1
-    found = examine(ExaminedMachine(), WantedHere(config.host, config.port, config.metrics_port, model))
+    largest = max((each.tp for each in config.deployments), default=1)
+    found = examine(ExaminedMachine(), WantedHere(config.host, config.port, config.metrics_port, model, largest))
     failed = any(finding.state == "failed" for finding in found)
     if args.json:
         print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in found]}, indent=1))

@@ -17,7 +17,7 @@ from fastapi import Request, Response
 
 from router.config import UpstreamConfig
 from router.metrics import request_log
-from router.metrics.metrics import Metrics
+from router.metrics.metrics import UPSTREAM_FAILURES, Metrics
 from router.streaming.sse import Emit, EventStream, unless_gone
 from router.wire import request_id
 from router.wire.errors import ApiError
@@ -81,6 +81,8 @@ class Upstream:
         self.aliases = aliases
         self._upstream = upstream
         self._metrics = metrics
+        for reason in UPSTREAM_FAILURES:
+            metrics.upstream_failures.labels(model, reason)
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "shoal"}
         if api_key is not None:
             self._headers |= {"Authorization": f"Bearer {api_key}"}

@@ -112,6 +112,11 @@ _DRAFTS = {
 _REPORTED = {
     name for name, _ in (*_COUNTERS.values(), *_DRAFTS.values(), _STEP_TOKENS, _STAGE_SECONDS, _EXPERT_TOKENS)
 }  # by replicas, to all routers alike
+# Reasons that alerts and the dashboard look for. Their counters start at 0: the increase of one that begins with 1
+# misses the first event.
+TAKEN_OUT = ("silent", "lost", "hung", "protocol", "error")
+RESUMED = ("replica_lost", "replica_left", "slow_reader")
+UPSTREAM_FAILURES = ("unreachable", "timeout", "broken", "unauthorized")
 # Gauges of the router's process, which differ from router to router as its counters do.
 _OWN_GAUGES = ("process_", "shoal_build_info")
 
@@ -145,7 +150,11 @@ class ModelMetrics:
         self._found_hits = metrics.found_hits.labels(model)
         self.wanted = metrics.wanted.labels(model)
         self.scaled_for: str | None = None
-        metrics.sequences.labels(model, "failed")  # starts at 0: the rate of a counter that begins with 1 misses it
+        metrics.sequences.labels(model, "failed")
+        for reason in TAKEN_OUT:
+            metrics.taken_out.labels(model, reason)
+        for reason in RESUMED:
+            metrics.resumed.labels(model, reason)
 
     @property
     def ready(self) -> frozenset[str]:

@@ -37,6 +37,7 @@ CLOSE_TIMEOUT_S = 2.0  # what is left when a router ends has this long
 # The statuses after which OTLP wants a message to be sent again.
 RETRIED_STATUSES = (408, 429, 502, 503, 504)
 PATH = "/v1/traces"
+LOST = ("queue_full", "refused", "closed")  # results of spans
 
 Value = str | int | tuple[str, ...]
 Sleep = Callable[[float], Awaitable[None]]
@@ -54,6 +55,8 @@ class Tracer:
         self._url = url.copy_with(path=PATH) if url.path in ("", "/") else url
         self._ratio = ratio
         self._spans = spans
+        for result in LOST:
+            spans.labels(result)  # starts at 0: the rate of a counter that begins with 1 misses it
         told = {"service.name": "shoal", "service.version": version, "service.instance.id": router or "router"}
         resource = Resource(attributes=[_pair(*each) for each in told.items()])
         self._resource = ResourceSpans(resource=resource).SerializeToString()

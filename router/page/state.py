@@ -37,8 +37,8 @@ async def _model_state(models: Models, service: Service) -> ModelState:
         scaled_for=metrics.scaled_for,
         hit_rate=metrics.hit_rate,
         ended=_of_model(values(models.metrics.sequences), name),
-        resumed=_of_model(values(models.metrics.resumed), name),
-        taken_out=_of_model(values(models.metrics.taken_out), name),
+        resumed=_happened(_of_model(values(models.metrics.resumed), name)),
+        taken_out=_happened(_of_model(values(models.metrics.taken_out), name)),
         replicas=await _replica_states(service),
     )
 
@@ -46,6 +46,10 @@ async def _model_state(models: Models, service: Service) -> ModelState:
 def _of_model(counts: dict[tuple[str, ...], float], model: str) -> dict[str, int]:
     """The values of a metric with the labels model and reason, by reason."""
     return {reason: int(count) for (of, reason), count in counts.items() if of == model}
+
+
+def _happened(counts: dict[str, int]) -> dict[str, int]:
+    return {reason: count for reason, count in counts.items() if count}
 
 
 async def _replica_states(service: Service) -> list[ReplicaState]:

@@ -14,7 +14,7 @@ from cluster.local import PortTaken
 
 GIB = 1 << 30
 SMI = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 1, Not Active, 0"
-TOPO = "\x1b[4m\tGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \t{link}\t0-31\nGPU1\t{link}\t X \t0-31\n\nLegend:\n"
+TOPO = "\t\x1b[4mGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \t{link}\t0-31\nGPU1\t{link}\t X \t0-31\n\nLegend:\n"
 NO_LIMIT = -1
 
 
@@ -57,7 +57,10 @@ class MadeUp:
 
     def findings(self, check: str, **wanted: Any) -> list[Finding]:
         def run(command: Sequence[str]) -> tuple[int, str] | None:
-            return self.commands.get(" ".join(command[:2])) or self.commands.get(command[0])
+            told = self.commands.get(" ".join(command[:2])) or self.commands.get(command[0])
+            if told is None or told[0] != 0:
+                return told
+            return doctor._run(["printf", "%s", told[1]])  # as what a program prints comes to a check
 
         def check_port(host: str, port: int) -> None:
             if port in self.taken:
@@ -125,13 +128,14 @@ FAULTS: list[tuple[str, str, str, Callable[[MadeUp], Any]]] = [
     ("clocks", "warning", "synchronised", lambda m: m.commands.update(timedatectl=(0, "no"))),
     ("ports", "warning", "taken", lambda m: m.taken.update({8000: PortTaken("taken")})),
     ("ports", "failed", "denied", lambda m: m.taken.update({8000: OSError(errno.EACCES, "permission denied")})),
-    ("shared memory", "failed", "64 MiB", lambda m: setattr(m, "space", Space(64 << 20, 64 << 20))),
+    ("shared memory", "warning", "64 MiB", lambda m: setattr(m, "space", Space(64 << 20, 64 << 20))),
+    ("shared memory", "failed", "64 MiB", lambda m: setattr(m.with_gpus(SMI, SMI), "space", Space(64 << 20, 64 << 20))),
     ("limits", "warning", "1024 open files", lambda m: m.limits.update({resource.RLIMIT_NOFILE: 1024})),
     ("limits", "warning", "100 processes", lambda m: m.file("/sys/fs/cgroup/pids.max", "100\n")),
     ("interfaces", "failed", "ib7", lambda m: m.environ.update(NCCL_SOCKET_IFNAME="ib7")),
     ("interfaces", "warning", "several", lambda m: m.file("/sys/class/net/ib0/operstate", "up")),
-    ("rdma", "failed", "no port", lambda m: m.file("/sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN")),
-    ("rdma", "failed", "libibverbs", lambda m: m.file("/sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE")),
+    ("rdma", "warning", "no port", lambda m: m.file("/sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN")),
+    ("rdma", "warning", "libibverbs", lambda m: m.file("/sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE")),
     ("disks", "warning", "1.0 GiB free", lambda m: setattr(m, "space", Space(100 * GIB, GIB))),
 ]  # fmt: skip
 
@@ -146,10 +150,46 @@ def test_a_fault_is_found_with_its_remedy(
     assert all(each.state == state and each.remedy for each in found)
 
 
+@pytest.mark.parametrize("link", ["NV18", "SYS", "PIX"])
+def test_links_with_and_without_colours(machine: MadeUp, link: str) -> None:
+    machine.with_gpus(SMI, SMI, link=link)
+    coloured = machine.findings("links")
+    machine.commands["nvidia-smi topo"] = (0, TOPO.format(link=link).replace("\x1b[4m", "").replace("\x1b[0m", ""))
+    assert machine.findings("links") == coloured
+    (found,) = coloured
+    assert f"({link})" in found.says
+
+
+def test_ranks_that_share_memory_need_it(machine: MadeUp) -> None:
+    machine.space = Space(64 << 20, 64 << 20)
+    assert states(machine.findings("shared memory", tp=2)) == ["failed"]
+    assert states(machine.findings("shared memory", tp=1)) == ["warning"]
+
+
+@pytest.mark.parametrize(("state", "says"), [("1: DOWN", "no port"), ("4: ACTIVE", "libibverbs")])
+def test_rdma_is_needed_where_nccl_is_told_so(machine: MadeUp, state: str, says: str) -> None:
+    machine.file("/sys/class/infiniband/mlx5_0/ports/1/state", state)
+    machine.environ["NCCL_NET"] = "IB"
+    (found,) = [each for each in machine.findings("rdma") if each.remedy]
+    assert found.state == "failed" and says in found.says
+
+
+def test_a_machine_without_a_compiler_runs_other_kernels(machine: MadeUp) -> None:
+    machine.with_gpus().environ["HOME"] = "/home/you"
+    del machine.commands["nvcc"]
+    assert states(machine.findings("flashinfer")) == ["warning", "warning"]
+    machine.file("/opt/cuda/bin/nvcc")
+    machine.environ["CUDA_HOME"] = "/opt/cuda"
+    (found,) = machine.findings("flashinfer")
+    assert "nvcc" not in found.says
+
+
 def test_memory_that_cannot_be_locked(machine: MadeUp) -> None:
     machine.file("/sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n")
     machine.file("/usr/lib/libibverbs.so.1")
     machine.limits[resource.RLIMIT_MEMLOCK] = 65536
+    assert states(machine.findings("rdma")) == ["ok", "warning"]
+    machine.environ["NCCL_NET"] = "IB"
     assert states(machine.findings("rdma")) == ["ok", "failed"]
 
 

@@ -426,6 +426,8 @@ ALL = {"address": "auto", "host": "0.0.0.0"}
         (ALL, ["10.0.0.1"], "127.0.0.1"),
         (ALL | {"router_hosts": ["10.0.0.1", "10.0.0.2"]}, ["10.0.0.1", "10.0.0.2"], "127.0.0.1"),
         (ALL | {"router_hosts": ["10.0.0.3", "10.0.0.2"]}, ["10.0.0.3", "10.0.0.2"], "10.0.0.3"),
+        (ALL | {"router_hosts": ["10.0.0.9", "10.0.0.3"]}, ["10.0.0.3", "10.0.0.9"], "10.0.0.3"),
+        (ALL | {"router_hosts": ["10.0.0.9", "10.0.0.8"]}, ["10.0.0.9", "10.0.0.8"], "10.0.0.9"),
         ({"address": "auto", "host": "::", "router_hosts": ["fe80::2"]}, ["[fe80::2]"], "[fe80::2]"),
         ({"address": "auto", "host": "10.0.0.1"}, ["10.0.0.1"], "10.0.0.1"),
     ],
@@ -433,7 +435,11 @@ ALL = {"address": "auto", "host": "0.0.0.0"}
 def test_the_addresses_of_routers_are_those_that_clients_reach(
     settings: dict[str, Any], hosts: list[str], asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    nodes = [
+        {"Alive": number != 8, "NodeManagerAddress": f"10.0.0.{number}", "Resources": {}} for number in (1, 2, 3, 8)
+    ]
     monkeypatch.setattr(launch, "_this_node", lambda: "10.0.0.1")
+    monkeypatch.setattr(launch.ray, "nodes", lambda: nodes)
     one = launch._Launch(Config(**settings, port=80), Console(file=io.StringIO()))
     assert one._urls() == [f"http://{host}:80" for host in hosts]
     assert one._url == f"http://{asked}:80"

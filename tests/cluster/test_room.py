@@ -88,6 +88,26 @@ def test_what_autoscaling_may_start_is_looked_at_by_itself() -> None:
     assert short is not None and "room for 3 of max_replicas=9 only: 5.09 CPUs" in told(short, wanted, most=True)
 
 
+def test_those_at_the_start_have_their_place_before_autoscaling_adds_any() -> None:
+    grows = {"name": "grows", "model": "org/a", "replicas": 1, "max_replicas": 9}
+    wanted = config(models=[grows, {"name": "stays", "model": "org/b", "replicas": 2}])
+    assert shortage(wanted, machines(CPUS_4), {}) is None
+    short = shortage(wanted, machines(CPUS_4), {}, most=True)
+    assert short is not None and short.placed == {"grows": 1, "stays": 2}
+    line = told(short, wanted, most=True)
+    assert "room for 1 of max_replicas=9 of grows only" in line and "lower max_replicas of grows or" in line
+
+
+def test_only_a_model_that_is_scaled_has_a_number_at_most() -> None:
+    grows = {"name": "grows", "model": "org/a", "replicas": 1, "max_replicas": 9}
+    wanted = config(models=[grows, {"name": "stays", "model": "org/b", "replicas": 5}])
+    short = shortage(wanted, machines(CPUS_4), {}, most=True)
+    assert short is not None
+    line = told(short, wanted, most=True)
+    assert "room for 1 of max_replicas=9 of grows and 2 of replicas=5 of stays only" in line
+    assert "lower max_replicas of grows or replicas of stays" in line
+
+
 def test_machines_that_are_gone_have_no_room() -> None:
     nodes = [
         {"Alive": alive, "NodeManagerAddress": f"10.0.0.{number}", "Resources": CPUS_4}

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from cluster.metrics import OTHER_NAMES, described
+from router.metrics.replica_times import TIMES
 from tests.helm.chart import ROOT, check, render
 
 ALERTS = check.CHART / "files" / "alerts.yaml"
@@ -67,6 +68,10 @@ FIRES: dict[str, list[tuple[str, str, str]]] = {
     "ShoalSlowAttention": [(f'shoal_attention_info{{{TINY},replica="r",problem="no nvcc"}}', "1x60", "_x60")],
     "ShoalTracesLost": [('shoal_trace_spans_total{result="queue_full"}', "0+60x60", "3600x60")],
 }
+
+
+# What every router tells alike, of one thing that happened once: what it reads off replicas, and what it sees itself.
+SEEN_BY_ALL = {"shoal_replicas_taken_out_total", "shoal_key_file_errors_total"}
 
 
 def rules() -> list[dict[str, Any]]:
@@ -132,6 +137,50 @@ def test_an_alert_fires_and_clears(alert: str, tmp_path: Path) -> None:
     promtool("test", "rules", str(tmp_path / "tests.yaml"))
 
 
+# Series of two routers that saw the same, which is not enough for the alert; summed, it would be.
+SEEN_TWICE: dict[str, list[tuple[str, str]]] = {
+    "ShoalReplicasLost": [(f'shoal_replicas_taken_out_total{{{TINY},reason="lost"}}', "0x20 2x40")],
+    "ShoalCacheTooSmall": [
+        (f'shoal_preemptions_total{{{TINY},replica="r"}}', "0+4x60"),
+        (f'shoal_kv_usage_ratio{{{TINY},replica="r"}}', "0.99x60"),
+    ],
+}
+
+
+@needs_promtool
+@pytest.mark.parametrize("alert", SEEN_TWICE)
+def test_what_two_routers_see_has_happened_once(alert: str, tmp_path: Path) -> None:
+    series = [
+        {"series": name.replace("{", f'{{instance="{router}",', 1), "values": values}
+        for router in "ab"
+        for name, values in SEEN_TWICE[alert]
+    ]
+    (rule,) = [rule for rule in rules() if rule["alert"] == alert]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [rule]}]}))
+    told = [{"expr": f'count(ALERTS{{alertname="{alert}"}})', "eval_time": f"{at}m"} for at in range(60)]
+    one = {"interval": "1m", "input_series": series, "promql_expr_test": told}
+    asked = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [one]}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(asked))
+    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+
+
+@needs_promtool
+def test_a_router_that_is_not_found_by_each_scrape_is_told_of(tmp_path: Path) -> None:
+    """Behind one address each scrape finds one of two routers: the other's series has a gap."""
+    (rule,) = [rule for rule in rules() if rule["alert"] == "ShoalRouterFiles"]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [rule]}]}))
+    series = [
+        {"series": 'process_open_fds{router="a"}', "values": " ".join(["900 stale"] * 30)},
+        {"series": 'process_max_fds{router="a"}', "values": " ".join(["1024 stale"] * 30)},
+    ]
+    firing = 'count(ALERTS{alertname="ShoalRouterFiles",alertstate="firing"})'
+    told = [{"expr": firing, "eval_time": "45m", "exp_samples": [{"labels": "{}", "value": 1}]}]
+    one = {"interval": "1m", "input_series": series, "promql_expr_test": told}
+    asked = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [one]}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(asked))
+    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+
+
 @needs_promtool
 def test_promtool_takes_the_rules_and_every_query(tmp_path: Path) -> None:
     assert f"{len(rules())} rules found" in promtool("check", "rules", str(ALERTS))
@@ -166,6 +215,21 @@ def test_queries_name_what_the_server_prints(place: str) -> None:
             assert label in printed()[name], (name, label)
     for names in re.findall(r"by \(([^)]*)\)", expr):
         assert {name.strip() for name in names.split(",")} <= labels
+
+
+def of_all_routers() -> set[str]:
+    """The names of what every router tells alike. Histograms of replicas are of the requests of one router."""
+    own = {name for name, _, _ in TIMES.values()}
+    reported = {metric.name for metric in described() if "replica" in metric.labels and metric.name not in own}
+    return reported | SEEN_BY_ALL
+
+
+@pytest.mark.parametrize("place", queries())
+def test_what_every_router_tells_is_counted_once(place: str) -> None:
+    expr = queries()[place]
+    for name in set(re.findall(r"\bshoal_[a-z_]+", expr)) & of_all_routers():
+        once = re.findall(rf"max (?:by \([^)]*\) )?\((?:rate\(|increase\()?{name}\b", expr)
+        assert len(once) == len(re.findall(rf"\b{name}\b", expr)), name
 
 
 def test_the_dashboard_is_made_from_its_source() -> None:

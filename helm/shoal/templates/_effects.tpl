@@ -31,8 +31,11 @@ are as in values.yaml are nobody's wish.
 {{- else if $values.autoscaling.maxWorkers -}}
 {{- include "shoal.idle" (dict "root" . "facts" $facts "at" "workers" "keys" (list "count") "why" "autoscaling.maxWorkers says how many there may be") -}}
 {{- end -}}
-{{- if not $values.networkPolicy.enabled -}}
-{{- include "shoal.idle" (dict "root" . "facts" $facts "at" "networkPolicy" "keys" (list "metricsFrom") "why" "networkPolicy.enabled is false") -}}
+{{- range $at := list "networkPolicy" "ingress" "httpRoute" "disruptionBudget" "alerts" "dashboard" -}}
+{{- if not (index $values $at).enabled -}}
+{{- $keys := omit (index $facts.values $at) "enabled" | keys | sortAlpha -}}
+{{- include "shoal.idle" (dict "root" $ "facts" $facts "at" $at "keys" $keys "why" (printf "%s.enabled is false" $at)) -}}
+{{- end -}}
 {{- end -}}
 {{- if eq $values.device "cpu" -}}
 {{- include "shoal.idle" (dict "root" . "facts" $facts "at" "workers" "keys" (list "gpuResource") "why" "device is cpu") -}}

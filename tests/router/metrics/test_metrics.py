@@ -10,7 +10,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.metrics.metrics import SAMPLES_A_PIECE, Metrics
+from router.config import UpstreamConfig
+from router.http.upstream import Upstream
+from router.metrics.metrics import SAMPLES_A_PIECE, Metrics, values
+from router.metrics.otlp import Tracer
 from router.metrics.process import watch_loop
 from worker.messages import ReplicaLoad
 
@@ -112,6 +115,22 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
     }
 
 
+def test_the_first_event_of_a_kind_is_an_increase() -> None:
+    """Prometheus finds none in a counter whose first value is 1."""
+    metrics = Metrics()
+    metrics.model("tiny")
+    Upstream("far", UpstreamConfig.model_validate({"url": "http://a/v1"}), metrics)
+    Tracer("http://a", 1.0, metrics.trace_spans, "a", "1")
+    counters = {
+        metrics.taken_out: ("tiny", ["silent", "lost", "hung", "protocol", "error"]),
+        metrics.resumed: ("tiny", ["replica_lost", "replica_left", "slow_reader"]),
+        metrics.upstream_failures: ("far", ["unreachable", "timeout", "broken", "unauthorized"]),
+    }
+    for counter, (model, reasons) in counters.items():
+        assert values(counter) == {(model, reason): 0 for reason in reasons}
+    assert values(metrics.trace_spans) == {(result,): 0 for result in ("queue_full", "refused", "closed")}
+
+
 def test_the_age_of_loads_is_told() -> None:
     now_s = 100.0
     metrics = Metrics(clock=lambda: now_s)
@@ -197,6 +216,8 @@ def test_several_routers_count_under_their_names() -> None:
     assert {name for name in others if name.startswith("shoal_")} == {
         "shoal_build_info",
         "shoal_sequences_total",
+        "shoal_resumed_sequences_total",
+        "shoal_replicas_taken_out_total",
         "shoal_key_file_errors_total",
         "shoal_expected_cached_tokens_total",
         "shoal_found_cached_tokens_total",

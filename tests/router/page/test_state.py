@@ -38,7 +38,7 @@ def test_replicas_are_told_as_the_metrics_tell_them(make_stack: Make, make_repli
     told = state(stack)
     assert (told["names"], told["needs_key"], told["refused"]) == (["tiny"], False, [])
     (model,) = told["models"]
-    assert model["ended"] == {"failed": 0, "stop": 1} and model["resumed"] == {}
+    assert model["ended"] == {"failed": 0, "stop": 1} and model["resumed"] == model["taken_out"] == {}
     first, second = model["replicas"]
     assert [first["name"], first["state"]] == ["r0", "ready"]
     assert sum(replica["first_token"]["count"] for replica in model["replicas"]) == 1
