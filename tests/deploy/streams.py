@@ -74,7 +74,8 @@ class Stream:
     def is_whole(self, text: str) -> bool:
         """Whether the answer ended as one that nothing disturbed. `text`: of an answer that is at least as long."""
         ended = self.done and self.finish_reason == "length" and self.error is None and self.broken is None
-        return ended and self.text == text[: len(self.text)] and len(self.text) > 0
+        # Of a character that its last token began, there is a sign of replacement, which a longer answer has not.
+        return ended and text.startswith(self.text.removesuffix("\ufffd")) and len(self.text) > 0
 
     def told(self) -> str:
         """How it ended, in short."""
