@@ -97,6 +97,20 @@ def promtool(*arguments: str) -> str:
     return done.stdout
 
 
+def check_rule(
+    folder: Path, rule: dict[str, Any], series: list[dict[str, str]], expected: list[dict[str, Any]]
+) -> None:
+    """Holds a rule against what it is to say of these series, at promtool's."""
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
+    files = {
+        "rules": {"groups": [{"name": "one", "rules": [rule]}]},
+        "tests": {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]},
+    }
+    for name, content in files.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    promtool("test", "rules", str(folder / "tests.yaml"))
+
+
 def test_every_alert_can_be_seen_to_fire_and_has_a_remedy() -> None:
     assert [rule["alert"] for rule in rules()] == list(FIRES)
     page = (ROOT / "docs" / "OPERATING.md").read_text()
@@ -113,28 +127,11 @@ def test_an_alert_fires_and_clears(alert: str, tmp_path: Path) -> None:
     """It has not fired in the first seconds, fires within the first hour, and has cleared half an hour later."""
     (rule,) = [rule for rule in rules() if rule["alert"] == alert]
     series = [{"series": name, "values": f"{fires} {clears}"} for name, fires, clears in FIRES[alert]]
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [rule]}]}))
     firing = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
     one = [{"labels": "{}", "value": 1}]
     asked = {"59m": one, "95m": []} if "for" not in rule else {"0m": [], "59m": one, "95m": []}
-    (tmp_path / "tests.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "rule_files": ["rules.yaml"],
-                "evaluation_interval": "1m",
-                "tests": [
-                    {
-                        "interval": "1m",
-                        "input_series": series,
-                        "promql_expr_test": [
-                            {"expr": firing, "eval_time": at, "exp_samples": wanted} for at, wanted in asked.items()
-                        ],
-                    }
-                ],
-            }
-        )
-    )
-    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+    told = [{"expr": firing, "eval_time": at, "exp_samples": wanted} for at, wanted in asked.items()]
+    check_rule(tmp_path, rule, series, told)
 
 
 # Series of two routers that saw the same, which is not enough for the alert; summed, it would be.
@@ -156,29 +153,21 @@ def test_what_two_routers_see_has_happened_once(alert: str, tmp_path: Path) -> N
         for name, values in SEEN_TWICE[alert]
     ]
     (rule,) = [rule for rule in rules() if rule["alert"] == alert]
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [rule]}]}))
     told = [{"expr": f'count(ALERTS{{alertname="{alert}"}})', "eval_time": f"{at}m"} for at in range(60)]
-    one = {"interval": "1m", "input_series": series, "promql_expr_test": told}
-    asked = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [one]}
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(asked))
-    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+    check_rule(tmp_path, rule, series, told)
 
 
 @needs_promtool
 def test_a_router_that_is_not_found_by_each_scrape_is_told_of(tmp_path: Path) -> None:
     """Behind one address each scrape finds one of two routers: the other's series has a gap."""
     (rule,) = [rule for rule in rules() if rule["alert"] == "ShoalRouterFiles"]
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [rule]}]}))
     series = [
         {"series": 'process_open_fds{router="a"}', "values": " ".join(["900 stale"] * 30)},
         {"series": 'process_max_fds{router="a"}', "values": " ".join(["1024 stale"] * 30)},
     ]
     firing = 'count(ALERTS{alertname="ShoalRouterFiles",alertstate="firing"})'
     told = [{"expr": firing, "eval_time": "45m", "exp_samples": [{"labels": "{}", "value": 1}]}]
-    one = {"interval": "1m", "input_series": series, "promql_expr_test": told}
-    asked = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [one]}
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(asked))
-    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+    check_rule(tmp_path, rule, series, told)
 
 
 @needs_promtool
