@@ -486,6 +486,17 @@ class Stack:
 
         self.server.do(asyncio.wait_for(wait(), WAIT_S))
 
+    def lose_one(self) -> tuple[str, str]:
+        """Lets the one of two replicas that has the request die after its second token, and the other go on. Returns
+        the names of both, the dead one first."""
+        self.until(lambda: any(fake.requests() for fake in self.fakes.values()))
+        first, second = sorted(self.fakes, key=lambda name: not self.fakes[name].requests())
+        self.fakes[first].allow(2)
+        self.until(lambda: self.fakes[first].sent == 2)
+        self.fakes[first].die()
+        self.fakes[second].allow(None)
+        return first, second
+
     def raw(self, path: str, body: dict[str, Any]) -> socket.socket:
         """A connection on which the request has been sent and nothing read."""
         host, port = self.server.socket.getsockname()[:2]

@@ -270,12 +270,7 @@ def test_a_resumed_request_counts_its_lengths_once(make_stack: Make, make_replic
     stack = make_stack(*fakes)
     body = {"model": "tiny", "messages": HELLO, "stream": True}
     with stack.raw("/v1/chat/completions", body) as connection:
-        stack.until(lambda: any(fake.requests() for fake in fakes))
-        first, second = sorted(stack.fakes, key=lambda name: not stack.fakes[name].requests())
-        stack.fakes[first].allow(2)
-        stack.until(lambda: stack.fakes[first].sent == 2)
-        stack.fakes[first].die()
-        stack.fakes[second].allow(None)
+        _, second = stack.lose_one()
         stack.read_until(connection, b"[DONE]")
     whole = stack.fakes[second].script(None)
     assert stack.metric("shoal_request_prompt_tokens_count") == 1

@@ -69,12 +69,7 @@ def test_a_resumed_stream_is_told_with_both_replicas(
     fakes = [make_replica().hold(), make_replica().hold()]
     stack = make_stack(*fakes)
     with caplog.at_level(logging.INFO, "router"), stack.raw("/v1/chat/completions", CHAT | {"stream": True}):
-        stack.until(lambda: any(fake.requests() for fake in fakes))
-        first, second = sorted(stack.fakes, key=lambda name: not stack.fakes[name].requests())
-        stack.fakes[first].allow(2)
-        stack.until(lambda: stack.fakes[first].sent == 2)
-        stack.fakes[first].die()
-        stack.fakes[second].allow(None)
+        first, second = stack.lose_one()
         stack.until(lambda: told(caplog))
     (line,) = told(caplog)
     assert vars(line)["resumed"] == 1 and vars(line)["replica"] == f"{first},{second}" and vars(line)["queue_s"] == 0.25

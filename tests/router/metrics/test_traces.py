@@ -108,12 +108,7 @@ def test_a_resumed_stream_has_a_phase_for_it(traced: Make, make_replica: Make, r
     fakes = [make_replica().hold(), make_replica().hold()]
     stack = traced(*fakes)
     with stack.raw("/v1/chat/completions", CHAT | {"stream": True}) as connection:
-        stack.until(lambda: any(fake.requests() for fake in fakes))
-        first, second = sorted(stack.fakes, key=lambda name: not stack.fakes[name].requests())
-        stack.fakes[first].allow(2)
-        stack.until(lambda: stack.fakes[first].sent == 2)
-        stack.fakes[first].die()
-        stack.fakes[second].allow(None)
+        first, second = stack.lose_one()
         stack.read_until(connection, b"[DONE]")
         (own,) = receiver.requests(1)
     phases = receiver.children(own)
