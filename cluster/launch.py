@@ -379,7 +379,7 @@ class _Launch:
             self._print(f"router_hosts: not in the cluster yet: {', '.join(missing)}")
 
     def _tell_room(self, config: Config, at_most: bool = False) -> None:
-        """Prints what a cluster that was joined lacks, if that changed. `at_most`: also for what autoscaling may add."""
+        """Prints what a cluster that was joined lacks, if that changed. `at_most`: or what autoscaling may lack."""
         short = self._shortage(config)
         placed = None if short is None else short.placed
         if short is not None and placed != self._placed:
@@ -392,15 +392,15 @@ class _Launch:
         (self._print_now if self._runs else self._print)(text)
 
     def _shortage(self, config: Config, most: bool = False) -> Shortage | None:
-        """What a cluster that was joined lacks; None for one that was started here, with enough."""
+        """Returns what a cluster that was joined lacks; None for one that was started here, with enough."""
         if config.address is None:
             return None
         routers = dict.fromkeys(config.router_hosts or (_this_node(),), config.num_routers)
         return shortage(config, machines_of(ray.nodes()), routers, most)
 
     def _fits(self) -> dict[str, int]:
-        """Of the deployments in Serve for which the cluster has too little room: how many it has room for. Of each
-        model it is one at least: without any there is nothing to be served."""
+        """How many have room of each deployment in Serve for which the cluster has too little. Of a model it is one at
+        least: without any there is nothing to be served."""
         config = self._config
         there = machines_of(ray.nodes()) if config.router_hosts else {}
         found = {router_deployment(config, host): 0 for host in config.router_hosts if host not in there}

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.cluster.test_launch import START_S, Server, running
+from tests.cluster.serving import START_S, Server, running
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(4 * START_S)]
 # Of each machine: room for one replica, and on the first for a router too.
