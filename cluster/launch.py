@@ -27,6 +27,7 @@ import ray
 from ray import serve as ray_serve
 from ray.exceptions import RayError
 from ray.serve._private.common import DeploymentStatusTrigger as Trigger
+from ray.serve._private.common import ReplicaState
 from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus
@@ -413,10 +414,10 @@ class _Launch:
         """Whether all runs in Serve that has room."""
         if overview is None or overview.status == ApplicationStatus.RUNNING:
             return overview is not None
-        fits = self._fits()
-        there = overview.deployments
+        fits, there = self._fits(), overview.deployments
+        running = {name: each.replica_states.get(ReplicaState.RUNNING, 0) for name, each in there.items()}
         return numbers(self._config).keys() <= there.keys() and all(
-            each.status == DeploymentStatus.HEALTHY or each.replica_states.get("RUNNING", 0) >= fits.get(name, math.inf)
+            each.status == DeploymentStatus.HEALTHY or running[name] >= fits.get(name, math.inf)
             for name, each in there.items()
         )
 
