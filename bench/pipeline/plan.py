@@ -44,6 +44,7 @@ from shoal import flags
 from shoal.help import Parser
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore, known_device, rows_of, stage_spec
+from worker.executor.gpu_defaults import on_gpu
 from worker.executor.memory_budget import KVBudget, cpu_tokens, token_bytes
 from worker.folders import cache_folder
 from worker.models.config import DecoderConfig, decoder_config, in_memory, read_config
@@ -167,10 +168,13 @@ def simulated(args: argparse.Namespace, layout: ParallelLayout, folder: Path, lo
     ValueError for a layout that the model does not allow."""
     device = torch.device("cpu" if args.device_name == "cpu" else "cuda")
     config = WorkerConfig.model_validate(flags.given(args, WorkerConfig) | {"tp": layout.tp, "pp": layout.pp})
-    whole = in_memory(decoder_config(read_config(folder)), device.type, config.dtype, config.dequantize)
     spec = known_device(args.device_name)
     if spec is None:
         raise NoPlan(f"the rates of {args.device_name!r} are not known: known are {', '.join(DEVICES)}")
+    model = decoder_config(read_config(folder))
+    if device.type == "cuda":  # its defaults, also where this machine has no GPU
+        config = on_gpu(config, model, int(spec.memory_bytes))
+    whole = in_memory(model, device.type, config.dtype, config.dequantize)
     shards = [Shard(whole, 0, layout.tp, stage, layout.pp, config.cut) for stage in range(layout.pp)]
     tokens = config.kv_tokens or min(_kv_tokens(shard, config, spec, longest, device) for shard in shards)
     tokens -= tokens % config.page_size

@@ -43,6 +43,21 @@ def test_as_many_replicas_as_the_rate_needs(run: Any, capsys: pytest.CaptureFixt
     assert found["carrying"][0]["rate_of_one"] < 0.7 * one["rate_of_one"]
 
 
+def test_a_gpu_has_a_gpus_defaults(tmp_path: Path, traffic: Path) -> None:
+    """Also where it is planned on a machine without one: steps of 512 tokens would carry two thirds as much."""
+    folder = dummy_models.write("llama-8b", tmp_path / "model")
+
+    def config(device: str, *arguments: str) -> tuple[str, int, bool]:
+        line = ["--model", str(folder), "--traffic", str(traffic), "--device", device, "--tp", "1", "--pp", "1"]
+        args = plan.parser().parse_args([*line, *arguments])
+        made = plan.simulated(args, plan.layouts(args)[0], folder, longest=320).config
+        return made.schedule_name, made.token_budget, made.max_running > 64
+
+    assert config("NVIDIA H200") == ("uniform", 8192, True)
+    assert config("NVIDIA H200", "--token-budget", "1024", "--max-running", "9") == ("uniform", 1024, False)
+    assert config("cpu") == ("fixed_chunk", 512, False)
+
+
 def test_the_fewest_gpus_that_are_enough_come_first(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = run("llama-70b", "--device", "NVIDIA H200", "--gpus", "4", "--rate", "4", "--requests", "20")
     assert [each["layout"] for each in found["carrying"]][:1] == ["tp2"]  # its weights leave one GPU no room
