@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from bench.load import options
+from bench.load.workload import Vocabulary
 from bench.pipeline import plan
 from bench.replica import dummy_models
 
@@ -88,6 +90,7 @@ def test_what_cannot_be_planned_is_said(
 def test_the_error_is_measured_at_a_server(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that carries 100 requests a second."""
     started: list[list[str]] = []
+    prompts: list[list[int]] = []
 
     @contextlib.contextmanager
     def server(arguments: list[str]) -> Iterator[str]:
@@ -95,6 +98,9 @@ def test_the_error_is_measured_at_a_server(run: Any, monkeypatch: pytest.MonkeyP
         yield "http://here"
 
     def put(url: str, arguments: list[str]) -> dict[str, Any]:
+        args = options.parser().parse_args(arguments)
+        words = Vocabulary(args.seed, *args.token_range)
+        prompts.append(words.ids(options.plan(args)[0].turns[0].spans))
         rate = float(arguments[arguments.index("--rate") + 1])
         return {"attained": float(rate <= 100.0), "failures": {}, "ttft_s": {"p99": 0.1}}
 
@@ -105,3 +111,4 @@ def test_the_error_is_measured_at_a_server(run: Any, monkeypatch: pytest.MonkeyP
     assert figures["n.measured_rate"] == pytest.approx(100.0, rel=plan.PRECISION)
     assert figures["n.error"] == pytest.approx(abs(figures["n.rate"] / figures["n.measured_rate"] - 1.0))
     assert {"--device", "cpu", "--replicas", "1"} <= set(started[0])
+    assert len(set(map(tuple, prompts))) == len(prompts) > 3  # else all but one of the rates find them in the cache
