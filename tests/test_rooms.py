@@ -23,7 +23,7 @@ ALLOWED = {
     "shoal.lang.backends": {"shoal.lang:"},
     "cluster": {"router", "worker"},
     "router": {
-        "radix", "worker.client_turns", "worker.formats", "worker.messages", "router.wire", "router.chat",
+        "radix", "worker.client_turns", "worker.niceness", "worker.formats", "worker.messages", "router.wire", "router.chat",
         "router.formats", "router.text", "router.fleet", "router.metrics", "router.replicas", "router.streaming",
         "router.access", "router.http", "router.prepare", "router.endpoints", "router.page",
     },
@@ -66,7 +66,7 @@ ALLOWED = {
         "router.wire", "router.chat", "router.formats.format", "router.text", "router.config", "router.metrics",
         "router.streaming", "router.access", "router.http.body", "router.prepare", "router.generation",
         "router.models", "router.openapi", "router.endpoints.answering", "router.endpoints.logprobs",
-        "worker.client_turns",
+        "worker.client_turns", "worker.niceness",
     },
     "worker": {"pipeline:", "radix"},
     "worker.formats": set(),
