@@ -23,8 +23,8 @@ ALLOWED = {
     "shoal.lang.backends": {"shoal.lang:"},
     "cluster": {"router", "worker"},
     "router": {
-        "radix", "worker.client_turns", "worker.niceness", "worker.formats", "worker.messages", "router.wire", "router.chat",
-        "router.formats", "router.text", "router.fleet", "router.metrics", "router.replicas", "router.streaming",
+        "radix", "worker.client_turns", "worker.niceness", "worker.formats", "worker.messages", "router.wire",
+        "router.chat", "router.formats", "router.text", "router.fleet", "router.metrics", "router.replicas", "router.streaming",
         "router.access", "router.http", "router.prepare", "router.endpoints", "router.page",
     },
     "router.wire": {"worker.messages"},

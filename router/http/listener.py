@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 import struct
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,10 @@ BACKLOG = 2048  # connections that may wait to be accepted, as far as the kernel
 # Connections that are accepted in a turn of the event loop. uvloop accepts one: a client that opens connections faster
 # than the loop turns makes all others wait for theirs.
 MAX_ACCEPTED_AT_ONCE = 256
-NO_FILES_S = (
-    0.1  # wait before the next attempt, where a connection cannot be accepted for want of descriptors or memory
-)
+NO_FILES_S = 0.1  # until the next attempt, where descriptors are lacking
+# A connection for which there is no room waits so long for the answer that says so: then a client that opens another at
+# once opens fewer. So many may wait; further ones are answered at once.
+REFUSED_S, MAX_REFUSED = 1.0, 1024
 # TCP keep-alive, for clients whose machine has vanished: seconds of silence before the kernel probes, seconds between
 # probes, and how many go unanswered before it gives the connection up. In all two minutes.
 VANISHED = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
@@ -124,6 +126,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._limits, self._waiting = limits, waiting
         self._no_room = last_answer(too_many(limits))
+        self._refused: deque[socket.socket] = deque()
         self._connecting: set[asyncio.Task[Any]] = set()
         self.up = asyncio.Event()
 
@@ -163,7 +166,21 @@ class _Server(uvicorn.Server):
         return num_open < self._limits.max_connections or self._waiting.may_replace(peer)
 
     def _turn_away(self, client: socket.socket) -> None:
-        """Closes a connection without the cost of one that is served. Who connects without TLS learns why."""
+        """Closes a connection, after a while, without the cost of one that is served."""
+        if len(self._refused) < MAX_REFUSED:
+            self._refused.append(client)
+            if len(self._refused) == 1:
+                asyncio.get_running_loop().call_later(REFUSED_S, self._end_refused)
+        else:
+            self._refuse(client)
+
+    def _end_refused(self) -> None:
+        """Ends the connections that were turned away in the last `REFUSED_S`."""
+        while self._refused:
+            self._refuse(self._refused.popleft())
+
+    def _refuse(self, client: socket.socket) -> None:
+        """Who connects without TLS learns why."""
         with contextlib.suppress(OSError), client:
             client.setblocking(False)
             if self.config.ssl is None:
@@ -201,6 +218,7 @@ class _Server(uvicorn.Server):
             with contextlib.suppress(OSError):
                 while True:
                     self._connect(each.accept()[0])
+        self._end_refused()
         if self._connecting:
             await asyncio.wait(self._connecting)
         await super().shutdown(open_sockets)

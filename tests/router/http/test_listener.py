@@ -107,6 +107,7 @@ def test_who_opens_connection_after_connection_is_turned_away_and_others_are_ser
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once its own have taken the place of its own a few times, so that each turn costs next to nothing."""
+    monkeypatch.setattr(module, "REFUSED_S", 0.0)
     monkeypatch.setattr(module.WaitingConnections, "MAX_REPLACED", 2)
     monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: 1.0))  # all within a second
 
