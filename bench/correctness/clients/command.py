@@ -35,8 +35,8 @@ class ClientError(Exception):
 
 
 def tried(versions: dict[str, str], outcomes: Iterable[CheckedFeature]) -> dict[str, Any]:
-    """What a result says of one client: what it needs, in the versions that were there, and what became of each
-    feature."""
+    """The part of a result that is one client's: what it needs, in the versions that were there, and what became of
+    each feature."""
     features = {each.feature: each.error or WORKS for each in outcomes}
     return {"commit": results.commit(), "versions": versions, "features": features}
 
