@@ -57,7 +57,7 @@ def number(low: Fraction | None, high: Fraction | None, *, above: bool = False, 
     least = None if low is None else _first(low, above)
     most = None if high is None else -_first(-high, below)
     for sign, each in _halves(least, most):
-        choices += [f"{sign}{digits}" for digits in [*_decimals(_Range(*compared(*each))), *_scientific(each)]]
+        choices += [f"{sign}{digits}" for digits in [*_decimals(_near(each)), *_scientific(each)]]
     for sign, largest in ("-", -_MAX_DOUBLE), ("", _MAX_DOUBLE):
         if _reaches(low, largest, above) and _reaches(None if high is None else -high, -largest, below):
             choices.append(f"{sign}{_LARGEST}")
@@ -71,6 +71,13 @@ def compared(low: Fraction | None, high: Fraction | None) -> tuple[Fraction | No
     if high is not None and abs(high) > MAX_COMPARED:
         low, high = (low, MAX_COMPARED) if high > 0 else (-MAX_COMPARED, high)
     return low, high
+
+
+def _near(wanted: _Range) -> _Range:
+    """The part of a range that is written without an exponent. It has no numbers if there is none."""
+    if wanted.high is None and wanted.low <= MAX_COMPARED:
+        return wanted
+    return wanted._replace(high=MAX_COMPARED if wanted.high is None else min(wanted.high, MAX_COMPARED))
 
 
 def _first(limit: Fraction, excluded: bool) -> Fraction:
