@@ -453,6 +453,7 @@ def rehearsed(folder: Path, stream_s: float, drain_s: float, tell: Callable[[str
         try:
             return rehearse(r)
         finally:
+            net.close()  # streams end with their hosts, if a rehearsal ends before them
             r.clients.close()
 
 

@@ -272,6 +272,7 @@ def rehearsed(folder: Path, stream_s: float, tell: Callable[[str], None] = print
             tell(r.operator.log()[-5000:])
             raise
         finally:
+            net.close()  # streams end with their hosts, if a rehearsal ends before them
             r.close()
 
 
