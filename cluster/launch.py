@@ -8,6 +8,7 @@ serve` was killed, is taken over: as it is, or if the configuration or the code 
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -26,13 +27,14 @@ import ray
 from ray import serve as ray_serve
 from ray.exceptions import RayError
 from ray.serve._private.common import DeploymentStatusTrigger as Trigger
+from ray.serve._private.common import ReplicaState
 from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus
 from rich.console import Console
 
 from cluster import joined, local
-from cluster.app import application, deploy, numbers, settle
+from cluster.app import application, deploy, numbers, router_deployment, settle
 from cluster.config import Config, ConfigError, DeploymentConfig, upstream_keys
 from cluster.conversion import ModelError
 from cluster.deployed import APP, scale, targets
@@ -40,7 +42,7 @@ from cluster.followed_config import FollowedConfig, rescaled
 from cluster.head_watch import HeadWatch
 from cluster.joined import Deployed
 from cluster.models import resolve, sampling_defaults, with_draft_folder
-from cluster.room import machines_of, shortage, told
+from cluster.room import Shortage, machines_of, shortage, told
 from router.access.auth import Keys
 from router.http.listener import certificate_of
 from worker.config import AUTO_DTYPES
@@ -114,6 +116,8 @@ class _Launch:
         self._before: Deployed | None = None  # what runs on it already
         self._has_serve = False  # whether Ray Serve runs for this server alone
         self._deployed = False
+        self._replaces = False  # what runs already, by another version
+        self._placed: Mapping[str, int] | None = None  # replicas with room, as the user was last told; None: all
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
         """Handles SIGINT and SIGTERM."""
@@ -147,6 +151,8 @@ class _Launch:
             self._join_ray(self._config.address)
         self._deploy()
         self._wait()
+        if self._replaces:
+            self._scale()  # those without room wait for it from now on
         if self._config.address is not None:
             self._record()
             if not self._config.router_hosts or _this_node() in self._config.router_hosts:
@@ -166,6 +172,7 @@ class _Launch:
             self._obey()
             try:
                 self._follow()
+                self._tell_room(self._config)
                 overview = _overview()
             except Exception as error:
                 if self._config.address is not None and _is_stopped():
@@ -198,7 +205,7 @@ class _Launch:
             config = rescaled(self._config, self._given, new)
             self._check_gpus(ray.cluster_resources().get("GPU", 0), config)
             self._reserve(config)
-            self._tell_room(config)
+            self._tell_room(config, at_most=True)
         except (ConfigError, LaunchError) as error:
             self._print_now(f"the configuration stays as it is: {error}")
             return
@@ -338,7 +345,8 @@ class _Launch:
         self._has_serve = (before and before.has_serve) or get_global_client(False) is None
         self._deployed = True
         self._reserve(self._config)
-        self._tell_room(self._config)
+        self._tell_room(self._config, at_most=True)
+        config = self._config
         spare: set[str] = set()
         if before is not None:
             changes = before.changes(self._given)
@@ -348,11 +356,14 @@ class _Launch:
                 return
             why = f"changed: {', '.join(changes)}" if changes else "another version of Shoal"
             self._print(f"the server that runs is replaced, some processes at a time ({why})")
+            self._replaces = True
             self._config = _scaled_as(self._config, targets())
             spare = joined.with_room(self._config)
+            # The first replica of a new version would wait for room that the old ones hold, and they for it.
+            config = _with_room(self._config, self._shortage(self._config))
         elif self._config.address is not None:
             self._record()
-        deploy(application(self._config, self._config.router_hosts or [_this_node()], spare=spare))
+        deploy(application(config, config.router_hosts or [_this_node()], spare=spare))
 
     def _record(self) -> None:
         """Tells the next `shoal serve` what runs."""
@@ -368,16 +379,47 @@ class _Launch:
         if missing:
             self._print(f"router_hosts: not in the cluster yet: {', '.join(missing)}")
 
-    def _tell_room(self, config: Config) -> None:
-        """Prints what a cluster that was joined lacks."""
-        if config.address is None:  # Ray was started with enough
-            return
-        machines = machines_of(ray.nodes())
+    def _tell_room(self, config: Config, at_most: bool = False) -> None:
+        """Prints what a cluster that was joined lacks, if that changed. `at_most`: or what autoscaling may lack."""
+        short = self._shortage(config)
+        placed = None if short is None else short.placed
+        if short is not None and placed != self._placed:
+            self._print_room(told(short, config))
+        elif short is None and at_most and (most := self._shortage(config, most=True)) is not None:
+            self._print_room(told(most, config, most=True))
+        self._placed = placed
+
+    def _print_room(self, text: str) -> None:
+        (self._print_now if self._runs else self._print)(text)
+
+    def _shortage(self, config: Config, most: bool = False) -> Shortage | None:
+        """Returns what a cluster that was joined lacks; None for one that was started here, with enough."""
+        if config.address is None:
+            return None
         routers = dict.fromkeys(config.router_hosts or (_this_node(),), config.num_routers)
-        for most in (False, True):
-            if (short := shortage(config, machines, routers, most)) is not None:
-                self._print(told(short, config, most))
-                return
+        return shortage(config, machines_of(ray.nodes()), routers, most)
+
+    def _fits(self) -> dict[str, int]:
+        """How many have room of each deployment in Serve for which the cluster has too little. Of a model it is one at
+        least: without any there is nothing to be served."""
+        config = self._config
+        there = machines_of(ray.nodes()) if config.router_hosts else {}
+        found = {router_deployment(config, host): 0 for host in config.router_hosts if host not in there}
+        if not self._replaces and (short := self._shortage(config)) is not None:
+            models = [each for each in config.deployments if short.placed[each.name] < each.replicas]
+            found |= {config.deployment_name(each): max(1, short.placed[each.name]) for each in models}
+        return found
+
+    def _serves(self, overview: ApplicationStatusOverview | None) -> bool:
+        """Whether all runs in Serve that has room."""
+        if overview is None or overview.status == ApplicationStatus.RUNNING:
+            return overview is not None
+        fits, there = self._fits(), overview.deployments
+        running = {name: each.replica_states.get(ReplicaState.RUNNING, 0) for name, each in there.items()}
+        return numbers(self._config).keys() <= there.keys() and all(
+            each.status == DeploymentStatus.HEALTHY or running[name] >= fits.get(name, math.inf)
+            for name, each in there.items()
+        )
 
     def _scale(self) -> None:
         """Tells Serve the numbers of the configuration, but for what autoscaling chooses."""
@@ -409,8 +451,8 @@ class _Launch:
         deadline = time.monotonic() + within_s
         while True:
             overview = _overview()
-            runs = overview is not None and overview.status == ApplicationStatus.RUNNING
-            if runs and _is_ready(f"{self._url}/ready", self._config):
+            self._tell_room(self._config)
+            if self._serves(overview) and _is_ready(f"{self._url}/ready", self._config):
                 return
             if reason := _failure(overview):
                 raise LaunchError(reason)
@@ -430,7 +472,8 @@ class _Launch:
         self._print(f"\nReady after {time.monotonic() - self._begun:.0f} s")
         loads = _loads(f"{self._url}/state", self._config)
         for deployment in self._config.deployments:
-            self._print(f"  {deployment.name}: {derived(deployment, loads.get(deployment.name, ()))}")
+            placed = None if self._placed is None else self._placed[deployment.name]
+            self._print(f"  {deployment.name}: {derived(deployment, loads.get(deployment.name, ()), placed)}")
         urls = self._urls()
         self._print(f"\nShoal serves {', '.join(names)} at {' and '.join(f'{url}/v1' for url in urls)}\n")
         self._print(f"  live page: {urls[0]}/")
@@ -546,6 +589,16 @@ def _as_before(config: Config, devices: Mapping[str, str]) -> Config:
     return config.changed(change)
 
 
+def _with_room(config: Config, short: Shortage | None) -> Config:
+    """The configuration with the replicas that have room, one of each model at least."""
+
+    def change(deployment: DeploymentConfig) -> DeploymentConfig:
+        placed = deployment.replicas if short is None else max(1, short.placed[deployment.name])
+        return deployment.model_copy(update={"replicas": min(deployment.replicas, placed)})
+
+    return config.changed(change)
+
+
 def _scaled_as(config: Config, targets: Mapping[str, int]) -> Config:
     """The configuration with as many replicas as there are of models whose number autoscaling chooses."""
 
@@ -606,10 +659,12 @@ def _failure(overview: ApplicationStatusOverview | None) -> str | None:
     return lines[-1] if lines else text
 
 
-def derived(config: DeploymentConfig, loads: Sequence[Mapping[str, Any]]) -> str:
+def derived(config: DeploymentConfig, loads: Sequence[Mapping[str, Any]], placed: int | None = None) -> str:
     """The values that follow from a model's settings and the machine, for people: `2 replicas on cpu, float32, 4,096 KV
-    tokens each, 3 threads a rank`. `loads`: of its replicas, as `/state` has them."""
-    parts = [f"{config.replicas} replica{'s' * (config.replicas != 1)} on {config.device}"]
+    tokens each, 3 threads a rank`. `loads`: of its replicas, as `/state` has them. `placed`: how many have room, where
+    the cluster has too little."""
+    of = "" if placed is None or placed >= config.replicas else f"{placed} of "
+    parts = [f"{of}{config.replicas} replica{'s' * (config.replicas != 1)} on {config.device}"]
     parts.append(AUTO_DTYPES.get(config.device, "auto") if config.dtype == "auto" else config.dtype)
     if tokens := [load["kv_tokens_total"] for load in loads]:
         parts.append(f"{min(tokens):,} KV tokens{' each' * (len(tokens) > 1)}")

@@ -22,6 +22,7 @@ rm -rf ~/shoal ~/{ENVIRONMENT} ~/.shoal ~/shoal.log ~/ray_bootstrap_config.yaml 
 rm -rf ~/.ray/auth_token /tmp/ray /tmp/ray_ssh_*; rmdir ~/.ray 2> /dev/null;
 find ~/.cache/shoal -mindepth 1 -maxdepth 1 ! -name models -exec rm -rf {{}} + 2> /dev/null;
 rmdir ~/.cache/shoal ~/.cache 2> /dev/null; true"""
+MAX_SILENT_ASKS = 12  # by ssh, one in 5 s, before a login counts as lost
 ON_HEAD = "is_head"  # in the provider's part of the file, as the head has it
 
 
@@ -95,7 +96,12 @@ class OwnMachines(LocalNodeProvider):
 
 
 class Login(SSHCommandRunner):
-    """Ray's, but that `ray` and `shoal` are found, and show the token."""
+    """Ray's, but that `ray` and `shoal` are found, and show the token; and that a busy machine is waited for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # With Ray's three, `ray up` ends as soon as a machine that starts Ray has been silent for 15 s.
+        self.ssh_options.arg_dict["ServerAliveCountMax"] = MAX_SILENT_ASKS
 
     def run(self, cmd: str | None = None, *args: Any, **kwargs: Any) -> Any:
         return super().run(

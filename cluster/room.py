@@ -93,8 +93,8 @@ def told(short: Shortage, config: Config, most: bool = False) -> str:
         )
         remedies += ["tp"] if any(each.tp > 1 for each in config.deployments if each.name in lacking) else []
     return (
-        f"room for {of} only: {why}. The others start when machines join, by hand or by Ray's autoscaler; if none do, "
-        f"lower {' or '.join(remedies)}"
+        f"room for {of} only: {why}. What has room serves; the others start when machines join, by hand or by Ray's "
+        f"autoscaler; if none do, lower {' or '.join(remedies)}"
     )
 
 

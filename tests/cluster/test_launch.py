@@ -6,7 +6,6 @@ import io
 import ipaddress
 import json
 import os
-import re
 import signal
 import socket
 import ssl
@@ -15,9 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,78 +23,25 @@ import psutil
 import pytest
 import yaml
 from ray.serve._private.common import DeploymentStatusTrigger as Trigger
-from ray.serve.schema import ApplicationStatus
+from ray.serve._private.common import ReplicaState
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+)
 from rich.console import Console
 
 from bench.replica import dummy_models
 from cluster import joined, launch
 from cluster.config import Config
+from cluster.room import Shortage
 from tests.certificates import Issued, elliptic
+from tests.cluster.serving import END_S, START_S, running
 from tests.deploy.streams import IMAGE, Clients, Stream
 
 DRAIN_S = 5
 STEP_S = 0.01
-START_S = 240
-END_S = 60
-
-
-class Server:
-    """The command in a process group of its own, as a terminal has it."""
-
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "shoal.cli", "serve", "--host", "127.0.0.1", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-
-    def wait_for(self, pattern: str) -> str:
-        """Reads on to the first line with `pattern` in it."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            if re.search(pattern, line):
-                return self.lines[-1]
-        raise AssertionError(f"no {pattern!r} in:\n" + "\n".join(self.lines))
-
-    def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def family_with(self, name: str) -> list[psutil.Process]:
-        """All descendants, once `name` is in a command line among them; before that none."""
-        family = self.family()
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any(name in " ".join(process.cmdline()) for process in family):
-                return family
-        return []
-
-    def interrupt(self, signum: int) -> int:
-        if signum == signal.SIGINT:
-            os.killpg(self.process.pid, signum)  # as a terminal does
-        else:
-            self.process.send_signal(signum)
-        self.process.communicate(timeout=END_S)
-        return self.process.returncode
-
-
-@contextmanager
-def running(*arguments: str, **environment: str) -> Iterator[Server]:
-    server = Server(*arguments, **environment)
-    try:
-        yield server
-    finally:
-        if server.process.poll() is None:
-            family = server.family()
-            server.process.kill()
-            server.process.wait()
-            for process in family:
-                process.kill()
 
 
 @pytest.mark.ray
@@ -476,6 +420,53 @@ def test_what_a_cluster_lacks_is_told_at_once(
     config = Config(address="auto", device="cpu", replicas=replicas, routers=1)
     launch._Launch(config, Console(file=written))._tell_room(config)
     assert said in written.getvalue() and bool(said) is bool(written.getvalue())
+
+
+def overview(*states: tuple[str, str, int]) -> ApplicationStatusOverview:
+    """Of an application that is not complete: the name, the status, and how many run of each deployment."""
+    trigger = Trigger.CONFIG_UPDATE_STARTED
+    found = {
+        name: DeploymentStatusOverview(DeploymentStatus(status), trigger, {ReplicaState.RUNNING: number}, "")
+        for name, status, number in states
+    }
+    return ApplicationStatusOverview(ApplicationStatus.DEPLOYING, "", 0.0, found)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "running", "replaces", "routers", "serves"),
+    [
+        (4, 3, False, "HEALTHY", True),
+        (4, 2, False, "HEALTHY", False),
+        (4, 3, False, "UPDATING", False),
+        (4, 3, True, "HEALTHY", False),  # of which some may be of the old version
+        (3, 2, False, "HEALTHY", False),
+        (40, 3, False, "HEALTHY", True),
+    ],
+)
+def test_a_server_is_ready_once_all_runs_that_has_room(
+    replicas: int, running: int, replaces: bool, routers: str, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 4.0}}]
+    monkeypatch.setattr(launch.ray, "nodes", lambda: nodes)
+    hosts = ["10.0.0.1", "10.0.0.9"]
+    config = Config(address="auto", device="cpu", replicas=replicas, routers=1, router_hosts=hosts, cpus_per_router=0.9)
+    written = io.StringIO()
+    one = launch._Launch(config, Console(file=written, width=500))
+    one._replaces = replaces
+    there = [("Replica", "UPDATING", running), ("Router-10.0.0.1", routers, 0), ("Router-10.0.0.9", "UPDATING", 0)]
+    assert one._serves(overview(*there)) is serves
+    assert not one._serves(overview(*there[:2])) and not one._serves(None)
+    for _ in range(2):
+        one._tell_room(config)
+    assert written.getvalue().count("room for 3 of") == (replicas > 3)
+
+
+def test_a_new_version_asks_for_no_more_than_has_room() -> None:
+    config = Config(replicas=4)
+    assert launch._with_room(config, None).deployments[0].replicas == 4
+    for placed, number in ((3, 3), (0, 1)):
+        short = Shortage({"default": 4}, dict.fromkeys([config.deployments[0].name], placed), {}, {}, 1)
+        assert launch._with_room(config, short).deployments[0].replicas == number
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

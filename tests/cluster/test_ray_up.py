@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -16,7 +17,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from cluster.config import Config, load
-from cluster.machines import OwnMachines
+from cluster.machines import Login, OwnMachines
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "cluster" / "ray"
@@ -132,6 +133,17 @@ def test_every_machine_of_ones_own_is_used() -> None:
         number = len(workers)
         assert node_type["min_workers"] == node_type["max_workers"] == bootstrapped["max_workers"] == number
     assert given["provider"]["head_ip"] not in given["provider"]["worker_ips"]
+
+
+def test_a_login_waits_for_a_machine_that_is_busy() -> None:
+    """One that starts Ray may be silent for longer than the 15 s after which `ray up` would end."""
+    asked: list[list[str]] = []
+    ssh = SimpleNamespace(check_call=lambda command, **_: asked.append(command))
+    there = SimpleNamespace(internal_ip=lambda name: name, external_ip=lambda name: name)
+    key = {"ssh_user": "ops", "ssh_private_key": "key"}
+    Login("", "10.0.0.1", there, key, "cluster", ssh, use_internal_ip=True).run("true")
+    options = dict(word.split("=", 1) for word in asked[-1] if word.startswith("ServerAlive"))
+    assert int(options["ServerAliveInterval"]) * int(options["ServerAliveCountMax"]) >= 60
 
 
 def test_aws_types_say_what_their_instances_have() -> None:

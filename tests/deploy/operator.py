@@ -1,7 +1,7 @@
 """An operator's machine for a rehearsal of `ray up`: a checkout, an ssh key, and the programs of the environment here.
 
-The files are those of the checkout; only addresses, user and key, the step that installs, and what a tiny model on a
-small machine needs are changed.
+The files are those of the checkout; only the cluster's name, addresses, user and key, the step that installs, and what
+a tiny model on a small machine needs are changed.
 """
 
 import os
@@ -56,6 +56,8 @@ class Operator:
         config = yaml.safe_load(file.read_text())
         addresses = [host.address for host in network.hosts]
         config["provider"] |= {"head_ip": addresses[0], "worker_ips": addresses[1:]}
+        # Ray keeps open logins by the cluster's name and addresses, which other rehearsals on this machine have too.
+        config["cluster_name"] = network.name
         config["auth"] = {"ssh_user": USER, "ssh_private_key": str(network.key)}
         config["setup_commands"] = [INSTALL.replace("SECONDS", f"{step_s:g}")]
         file.write_text(yaml.safe_dump(config, sort_keys=False, width=10000))
@@ -93,6 +95,8 @@ class Operator:
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY", "PYTHON", "SHOAL"))}
+        # What `ray up` remembers of a cluster that was never ended would be another rehearsal's.
+        kept["RAY_TMPDIR"] = str(self.home)
         return kept | {"HOME": str(self.home), "PATH": f"{VENV}/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
     def log(self) -> str:

@@ -20,7 +20,7 @@ from tests.deploy.rehearsal import CONTEXT, PROMPT, command, made_model, shown, 
 from tests.deploy.streams import Clients, Stream
 
 STREAM_S = 60.0
-SHORTER, SHORTEST = 0.75, 0.5  # of that: streams that only have to outlast the next changes, or the next
+SHORTER, SHORTEST = 0.6, 0.35  # of that: streams that only have to outlast the next change
 QUIET_S = 45.0  # that the first `ray up` takes on a quiet machine of two cores
 LOOK_S = 0.3  # between looks at what Serve has, which take CPU time from what starts
 # What others leave: logins, the system's journal, and the cache of the library that draws the benchmark's plots.
@@ -193,7 +193,7 @@ def rehearse(r: Rehearsal) -> Figures:
     r.until_there_are(4, 4)
     r.figures.reloaded_replicas += len(kept - {*r.actors(), *r.actors("Router")})
     r.said("replicas 2 to 4, routers 1 to 2")
-    r.begin(head, head, worker, share=SHORTER)
+    r.begin(head, head, worker, share=SHORTEST)
     kept = {*r.actors()}
     r.change(replicas=1, routers=1)
     r.until_there_are(1, 2)
@@ -233,11 +233,10 @@ def rehearse(r: Rehearsal) -> Figures:
     r.until_there_are(3, 2)
     r.say("the head was restarted")
     r.begin(head, worker, share=0.02)
-    told = r.on_head("ray status && shoal status && shoal logs prompt_tokens=")
-    assert "Active" in told and "tiny" in told and worker.address in told and head.address in told, told
     r.end()
 
-    r.on_head("shoal stop")
+    told = r.on_head("ray status && shoal status && shoal logs prompt_tokens= && shoal stop")
+    assert "Active" in told and "tiny" in told and worker.address in told and head.address in told, told
     assert not r.actors()
     until(lambda: "the server was stopped" in r.operator.log(), "shoal serve says that it was stopped")
     until(lambda: not served(r.net), "nothing of the server is left, but Ray")

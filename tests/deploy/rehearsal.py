@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -85,6 +86,7 @@ def command(about: str, rehearsed: Callable[[Path, argparse.Namespace], dict[str
     args = parser.parse_args()
     if why := missing():
         parser.error(why)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as `timeout` sends it: what runs in the hosts ends too
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps(rehearsed(Path(folder), args), indent=2)
     print(text)
