@@ -24,8 +24,8 @@ ALLOWED = {
     "cluster": {"router", "worker"},
     "router": {
         "radix", "worker.client_turns", "worker.niceness", "worker.formats", "worker.messages", "router.wire",
-        "router.chat", "router.formats", "router.text", "router.fleet", "router.metrics", "router.replicas", "router.streaming",
-        "router.access", "router.http", "router.prepare", "router.endpoints", "router.page",
+        "router.chat", "router.formats", "router.text", "router.fleet", "router.metrics", "router.replicas",
+        "router.streaming", "router.access", "router.http", "router.prepare", "router.endpoints", "router.page",
     },
     "router.wire": {"worker.messages"},
     "router.chat": set(),
