@@ -2,7 +2,7 @@
 
 | who | niceness more than the process was started with |
 | --- | --- |
-| routers, replies of replicas, grammars that take little: milliseconds, for which somebody waits | 0 |
+| routers, replies of replicas, grammars that take little: milliseconds each | 0 |
 | steps that are computed on a CPU, which take all that there is | `STEPS_NICE` |
 | grammars that take long, and texts of megabytes | `YIELDING_NICE` |
 

@@ -25,8 +25,8 @@ BACKLOG = 2048  # connections that may wait to be accepted, as far as the kernel
 # than the loop turns makes all others wait for theirs.
 MAX_ACCEPTED_AT_ONCE = 256
 NO_FILES_S = 0.1  # until the next attempt, where descriptors are lacking
-# A connection for which there is no room waits so long for the answer that says so: then a client that opens another at
-# once opens fewer. So many may wait; further ones are answered at once.
+# Seconds that a connection for which there is no room waits for the answer that says so: a client that opens the next
+# one then opens fewer. Connections that may wait; further ones are answered immediately.
 REFUSED_S, MAX_REFUSED = 1.0, 1024
 # TCP keep-alive, for clients whose machine has vanished: seconds of silence before the kernel probes, seconds between
 # probes, and how many go unanswered before it gives the connection up. In all two minutes.
@@ -131,7 +131,7 @@ class _Server(uvicorn.Server):
         self.up = asyncio.Event()
 
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        """Listens on the sockets. As uvicorn's own, which bounds no handshake, and accepts one connection in a turn."""
+        """Listens on the sockets. Unlike uvicorn's own, accepts all that waits, and bounds TLS handshakes."""
         self.servers = []
         for each in sockets or ():
             each.setblocking(False)
@@ -180,7 +180,7 @@ class _Server(uvicorn.Server):
             self._refuse(self._refused.popleft())
 
     def _refuse(self, client: socket.socket) -> None:
-        """Who connects without TLS learns why."""
+        """Closes a connection with an answer that says why, if it is one without TLS."""
         with contextlib.suppress(OSError), client:
             client.setblocking(False)
             if self.config.ssl is None:

@@ -113,6 +113,12 @@ class SearchResultBlock(Block, frozen=True, kw_only=True, tag="search_result"):
     citations: Citations | None = None
 
 
+class ToolReferenceBlock(Block, frozen=True, kw_only=True, tag="tool_reference"):
+    """A tool that the client's search of tools has found: the model knows all tools, so only the name is news."""
+
+    tool_name: NonEmpty
+
+
 class ToolUseBlock(Block, frozen=True, kw_only=True, tag="tool_use"):
     """A call of a tool."""
 
@@ -124,7 +130,7 @@ class ToolUseBlock(Block, frozen=True, kw_only=True, tag="tool_use"):
     caller: Annotated[dict[str, Any] | None, Meta(description="not used")] = None
 
 
-ResultPart = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
+ResultPart = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
 
 
 class ToolResultBlock(Block, frozen=True, kw_only=True, tag="tool_result"):

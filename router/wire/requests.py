@@ -669,8 +669,8 @@ class EmbeddingsRequest(Body, frozen=True, kw_only=True):
     user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
 
 
-class SourceText(Body, frozen=True):
-    """A document to rank."""
+class SourceText(Lenient, frozen=True):
+    """A document to rank: its text alone, of all that clients keep with it."""
 
     text: str
 

@@ -6,8 +6,7 @@ import sys
 import tempfile
 import urllib.request
 import venv
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,31 @@ examples:
 """
 
 
+WORKS = "works"
+
+
 class ClientError(Exception):
     """A client that cannot be tried. The message says what to do."""
 
 
-@dataclass
-class Tried:
-    """The result of one client: what it needs, the versions that were there, and its outcomes."""
+def tried(versions: dict[str, str], outcomes: Iterable[CheckedFeature]) -> dict[str, Any]:
+    """The part of a result that is one client's: what it needs, in the versions that were there, and what became of
+    each feature."""
+    features = {each.feature: each.error or WORKS for each in outcomes}
+    return {"commit": results.commit(), "versions": versions, "features": features}
 
-    client: str
-    versions: dict[str, str]
-    outcomes: list[CheckedFeature]
 
-    @property
-    def working(self) -> float:
-        """The share of features that work."""
-        return sum(outcome.error is None for outcome in self.outcomes) / len(self.outcomes)
+def working(client: Mapping[str, Any]) -> float:
+    """The share of a client's features that work."""
+    return [*client["features"].values()].count(WORKS) / len(client["features"])
+
+
+def known(path: Path) -> dict[str, dict[str, Any]]:
+    """The clients of a result, by name, each with the commit at which it was tried. Empty if there is none."""
+    if not path.exists():
+        return {}
+    result = json.loads(path.read_text())
+    return {name: {"commit": result["commit"]} | client for name, client in result["clients"].items()}
 
 
 def environment(folder: Path, client: str) -> Path:
@@ -122,6 +130,9 @@ def parser() -> Parser:
     p.add_argument(
         "--folder", type=Path, help="folder of the model's files, which guidellm and lm-eval need to compare with"
     )
+    p.add_argument(
+        "--add", action="store_true", help="the result keeps the clients that it has; those tried now are added to it"
+    )
     results.add_options(p, "clients")
     return p
 
@@ -134,31 +145,29 @@ def _clients(text: str) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Tries all clients, prints a table, writes the result file. Returns the exit code: 1 if a feature fails."""
+    """Tries all clients, prints a table, writes the result file after each. Returns the exit code: 1 if a feature
+    fails."""
     args = parser().parse_args(argv)
     url = args.url.rstrip("/").removesuffix("/v1")
     made = None if args.environments is None else args.environments.expanduser().resolve()
-    tried: list[Tried] = []
+    clients = known(args.out / f"{args.name}.json") if args.add else {}
     try:
         model = args.model or first_model(url)
         for client in args.client:
             python = Path(sys.executable) if made is None else environment(made, client)
             folder = None if args.folder is None else args.folder.expanduser().resolve()
             head, *rest = _printed(client, attempt(client, python, url, model, folder))
-            tried.append(Tried(client, head["versions"], [CheckedFeature(**line) for line in rest]))
+            clients[client] = tried(head["versions"], [CheckedFeature(**line) for line in rest])
+            path = results.write(args.name, _figures(clients), {"model": model, "clients": clients}, folder=args.out)
     except ClientError as error:
         print(f"shoal bench clients: {error}", file=sys.stderr)
         return 1
-    figures = [Figure(f"clients.{each.client}.working", each.working, "ratio", True) for each in tried]
-    clients = {
-        each.client: {
-            "versions": each.versions,
-            "features": {outcome.feature: outcome.error or "works" for outcome in each.outcomes},
-        }
-        for each in tried
-    }
-    print(f"written: {results.write(args.name, figures, {'model': model, 'clients': clients}, folder=args.out).name}")
-    return 0 if all(each.working == 1 for each in tried) else 1
+    print(f"written: {path.name}")
+    return 0 if all(working(each) == 1 for each in clients.values()) else 1
+
+
+def _figures(clients: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
+    return [Figure(f"clients.{name}.working", working(each), "ratio", True) for name, each in clients.items()]
 
 
 def _printed(client: str, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -33,6 +33,7 @@ from router.wire.messages_types import (
     ThinkingBlock,
     ThinkingDisabled,
     ThinkingEnabled,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
     Turn,
@@ -42,7 +43,7 @@ from router.wire.messages_types import (
 )
 from router.wire.requests import GenerationRequest, JsonSchema, JsonSchemaFormat
 
-Placed = tuple[str, UserBlock | AssistantBlock]  # a block, and where it stands in the request
+Placed = tuple[str, UserBlock | AssistantBlock | ToolReferenceBlock]  # a block, and where it stands in the request
 
 
 def messages_conversation(request: CountTokensRequest) -> Conversation:
@@ -224,7 +225,7 @@ def _parts(parts: Sequence[ResultPart], path: str) -> str:
     return _joined((f"{path}[{number}]", part) for number, part in enumerate(parts))
 
 
-def _text(block: UserBlock | AssistantBlock, path: str) -> str:
+def _text(block: UserBlock | AssistantBlock | ToolReferenceBlock, path: str) -> str:
     match block:
         case TextBlock(text=text):
             return text
@@ -235,6 +236,8 @@ def _text(block: UserBlock | AssistantBlock, path: str) -> str:
         case SearchResultBlock():
             _refuse_citations(block, path)
             return "\n".join([block.title, block.source, _parts(block.content, f"{path}.content")])
+        case ToolReferenceBlock(tool_name=name):
+            return name
         case _:
             raise unsupported_part("images", path)
 

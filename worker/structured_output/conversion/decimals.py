@@ -7,6 +7,7 @@ Optional parts are written with {0,1}: xgrammar misreads a question mark after a
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
@@ -17,6 +18,8 @@ _DISTANCE_DIGITS = 15  # significant digits in which a number differs from a lim
 _MIN_POSITIVE = Fraction(5, 10**324)  # that no double is less than
 _MIN_EXPONENT, _MAX_EXPONENT = -324, 307  # so that no reader comes to zero, or to infinity
 _LARGEST = r"1\.7976931348623157[eE]\+{0,1}308"  # which some schemas and programs mean by "no limit"
+_MAX_DOUBLE = Fraction(sys.float_info.max)
+MAX_COMPARED = Fraction(10) ** 100  # what is further from zero is written with an exponent, or not at all
 
 ANY_NUMBER = (
     r"-{0,1}(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+){0,1}(?:[eE]-[0-9]+){0,1}"
@@ -46,14 +49,47 @@ def number(low: Fraction | None, high: Fraction | None, *, above: bool = False, 
     if low is None and high is None:
         return ANY_NUMBER
     choices = _signed_integers(
-        low + 1 if low is not None and above and low.denominator == 1 else low,
-        high - 1 if high is not None and below and high.denominator == 1 else high,
+        *compared(
+            low + 1 if low is not None and above and low.denominator == 1 else low,
+            high - 1 if high is not None and below and high.denominator == 1 else high,
+        )
     )
-    least = None if low is None else _next_above(low) if above else _as_read(low)
-    most = None if high is None else -_next_above(-high) if below else -_as_read(-high)
+    least = None if low is None else _first(low, above)
+    most = None if high is None else -_first(-high, below)
     for sign, each in _halves(least, most):
-        choices += [f"{sign}{digits}" for digits in [*_decimals(each), *_scientific(each)]]
+        choices += [f"{sign}{digits}" for digits in [*_decimals(_near(each)), *_scientific(each)]]
+    for sign, largest in ("-", -_MAX_DOUBLE), ("", _MAX_DOUBLE):
+        if _reaches(low, largest, above) and _reaches(None if high is None else -high, -largest, below):
+            choices.append(f"{sign}{_LARGEST}")
     return _either(choices)
+
+
+def compared(low: Fraction | None, high: Fraction | None) -> tuple[Fraction | None, Fraction | None]:
+    """The range of texts without an exponent, which is empty if all its numbers need one."""
+    if low is not None and abs(low) > MAX_COMPARED:
+        low, high = (-MAX_COMPARED, high) if low < 0 else (low, MAX_COMPARED)
+    if high is not None and abs(high) > MAX_COMPARED:
+        low, high = (low, MAX_COMPARED) if high > 0 else (-MAX_COMPARED, high)
+    return low, high
+
+
+def _near(wanted: _Range) -> _Range:
+    """The part of a range that is written without an exponent. It has no numbers if there is none."""
+    if wanted.high is None and wanted.low <= MAX_COMPARED:
+        return wanted
+    return wanted._replace(high=MAX_COMPARED if wanted.high is None else min(wanted.high, MAX_COMPARED))
+
+
+def _first(limit: Fraction, excluded: bool) -> Fraction:
+    """The least number that texts may stand for. Those of a limit that no text but `_LARGEST` comes near are not
+    rounded."""
+    if abs(limit) >= 10 ** (_MAX_EXPONENT + 1):
+        return limit
+    return _next_above(limit) if excluded else _as_read(limit)
+
+
+def _reaches(low: Fraction | None, value: Fraction, excluded: bool) -> bool:
+    return low is None or low < value or (low == value and not excluded)
 
 
 def _either(choices: list[str]) -> str | None:
@@ -80,11 +116,13 @@ def _next_above(limit: Fraction) -> Fraction:
 
 
 def _as_read(limit: Fraction) -> Fraction:
-    """A limit for texts that are read as doubles: the least double from `limit` on if that is a whole number."""
+    """A limit for texts that are read as doubles: if it is a whole number, the least double from `limit` on, or the
+    shortest text that is read as this, if that is less."""
     if limit.denominator != 1 or abs(limit) <= _EXACT:
         return limit
     read = float(limit)
-    return Fraction(math.nextafter(read, math.inf) if Fraction(read) < limit else read)
+    least = math.nextafter(read, math.inf) if Fraction(read) < limit else read
+    return min(Fraction(least), Fraction(repr(least)))
 
 
 def _exponent(value: Fraction) -> int:
@@ -196,58 +234,68 @@ def _bound(value: Fraction, *, up: bool) -> Bound:
 
 
 def _with_point(low: Bound, high: Bound | None, length: int) -> list[str]:
-    """Numbers with `length` digits before the point."""
-    least: list[int] | None = [*low[0], *low[1]]
-    if least is not None and not any(least) and length == 1:
-        least = None
-    found = _after(0, length, least, None if high is None else [*high[0], *high[1]])
-    return [] if found is None else [found]
+    """Numbers with `length` digits before the point. All but those of the limits have any fraction: so the pattern is
+    nested only as deep as the limits have places."""
+    first, last = _whole(low), 10**length - 1 if high is None else _whole(high)
+    if first == last and high is not None:
+        rest = _fraction(low[1], high[1])
+        return [] if rest is None else [f"{first}{rest}"]
+    out = list[str]()
+    if any(low[1]):
+        out.append(f"{first}{_fraction(low[1], None)}")
+        first += 1
+    if high is not None:
+        out.append(f"{last}{_fraction(None, high[1])}")
+        last -= 1
+    if first <= last:
+        out += [rf"{each}\.[0-9]+" for each in _between(_digits(str(first)), _digits(str(last)))]
+    return out
 
 
-def _after(at: int, length: int, low: list[int] | None, high: list[int] | None) -> str | None:
-    """A pattern of the text after `at` digits, which are those of `low` and of `high`, or within one that is None."""
-    if at < length:
-        first = 1 if at == 0 and length > 1 else 0
-        choices = list(_next(at, length, low, high, first))
-        return _either(choices) if choices else None
+def _whole(bound: Bound) -> int:
+    return int("".join(map(str, bound[0])))
+
+
+def _fraction(low: list[int] | None, high: list[int] | None) -> str | None:
+    """A pattern of the texts from the point on, from the places of `low` to those of `high`. None: no limit."""
+    places = _places(0, low, high)
+    if places is None:
+        return None
+    return {"[0-9]*": r"\.[0-9]+", "0*": r"\.0+"}.get(places, rf"\.{places}")
+
+
+def _places(at: int, low: list[int] | None, high: list[int] | None) -> str | None:
+    """A pattern of the text after `at` places, which are those of `low` and of `high`, or within one that is None."""
     if low is not None and not any(low[at:]):
         low = None
     if high is not None and not any(high[at:]):
-        rest = "0*" if low is None else None
-    elif low is None and high is None:
-        rest = "[0-9]*"
-    else:
-        choices = list(_next(at, length, low, high, 0))
-        rest = _either(choices) if choices else None
-        if rest is not None and low is None and at > length:
-            rest += "{0,1}"
-    if at > length or rest is None:
-        return rest
-    if rest == "[0-9]*":
-        return r"\.[0-9]+"
-    return r"\.0+" if rest == "0*" else rf"\.{rest}"
+        return "0*" if low is None else None
+    if low is None and high is None:
+        return "[0-9]*"
+    found = _either(list(_next(at, low, high)))
+    return f"{found}{{0,1}}" if found is not None and low is None and at else found
 
 
-def _next(at: int, length: int, low: list[int] | None, high: list[int] | None, first: int) -> Iterator[str]:
-    """The choices of the next digit, each with what may follow it."""
-    least = first if low is None else low[at] if at < len(low) else 0
+def _next(at: int, low: list[int] | None, high: list[int] | None) -> Iterator[str]:
+    """The choices of the next place, each with what may follow it."""
+    least = low[at] if low is not None and at < len(low) else 0
     most = 9 if high is None else high[at] if at < len(high) else 0
     if low is not None and high is not None and least == most:
-        rest = _after(at + 1, length, low, high)
+        rest = _places(at + 1, low, high)
         if rest is not None:
             yield f"{least}{rest}"
         return
     if low is not None and least <= most:
-        rest = _after(at + 1, length, low, None)
+        rest = _places(at + 1, low, None)
         if rest is not None:
             yield f"{least}{rest}"
         least += 1
     top = most if high is None else most - 1
     if least <= top:
-        yield f"{_digit(least, top)}{_after(at + 1, length, None, None)}"
+        yield f"{_digit(least, top)}{_places(at + 1, None, None)}"
     if high is not None and (low is None or most >= least):
-        rest = _after(at + 1, length, None, high)
-        if rest is not None and most >= first:
+        rest = _places(at + 1, None, high)
+        if rest is not None:
             yield f"{most}{rest}"
 
 

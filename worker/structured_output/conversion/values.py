@@ -33,7 +33,6 @@ _MAX_STATES = 128  # characters of a string that an automaton of xgrammar counts
 _MAX_COUNTED = 100_000
 _MAX_MATCHED_CHARS = 4_000  # characters of a string that are counted along with a pattern, by one automaton for both
 _EXACT = 1 << 53  # beyond, doubles are whole numbers, of which they have more digits than their shortest text
-_MAX_LIMIT = Fraction(10) ** 100
 
 _ONE_STRING = rf'"(?:{pattern(JSON.plain)}|\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f])))*"'
 # Fractions have up to 15 digits: then no two are read as the same double.
@@ -247,13 +246,9 @@ def number(schema: Schema, at: str, *, whole: bool) -> Node:
     """A number, or integer, by its limits and `multipleOf`."""
     low, above = _limit(schema, "minimum", "exclusiveMinimum", max)
     high, below = _limit(schema, "maximum", "exclusiveMaximum", min)
-    for key, limit in (("minimum", low), ("maximum", None if high is None else -high)):
-        if limit is not None and limit > _MAX_LIMIT:
+    for key, limit in (("minimum", low), ("maximum", None if high is None else -high)) if whole else ():
+        if limit is not None and limit > decimals.MAX_COMPARED:
             raise KeywordError(f"{key} at {at}: numbers of more than 100 digits are not compared with it", key, at)
-    if low is not None and low < -_MAX_LIMIT:
-        low, above = -_MAX_LIMIT, False
-    if high is not None and high > _MAX_LIMIT:
-        high, below = _MAX_LIMIT, False
     factor = schema.get("multipleOf")
     if factor is not None and not (whole and factor == 1):
         return _multiples(Fraction(str(factor)), low, high, above, below, at)
@@ -262,7 +257,7 @@ def number(schema: Schema, at: str, *, whole: bool) -> Node:
     else:
         low = low + 1 if low is not None and above and low.denominator == 1 else low
         high = high - 1 if high is not None and below and high.denominator == 1 else high
-        found = decimals.integer(low, high)
+        found = decimals.integer(*decimals.compared(low, high))
     return NEVER if found is None else Regex(found)
 
 

@@ -93,6 +93,13 @@ def test_documents_by_relevance(ranker: Stack, path: str) -> None:
     assert "Instruct: Find\nQuery:0" in {ranker.tokenizer.decode(one.prompt_ids) for one in fake.requests()}
 
 
+def test_what_clients_keep_with_a_document_is_passed_over(ranker: Stack) -> None:
+    kept = {"text": "0", "title": "A tale", "metadata": {"page": 3}}
+    answer = post(ranker, "/v1/rerank", query="0", documents=["3", kept]).raise_for_status()
+    assert [one["index"] for one in answer.json()["results"]] == [1, 0]
+    assert answer.headers["x-shoal-ignored"] == "documents[].metadata, documents[].title"
+
+
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])
 @pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
 def test_scores_of_pairs(ranker: Stack, path: str, names: tuple[str, str]) -> None:
@@ -154,7 +161,7 @@ RERANK: dict[str, Any] = {"query": "0", "documents": ["0"]}
         ("rerank", {"documents": ["0"]}, "query"),
         ("rerank", {"query": "0"}, "documents"),
         ("rerank", RERANK | {"documents": []}, "documents"),
-        ("rerank", RERANK | {"documents": [{"title": "0"}]}, "documents[0].title"),
+        ("rerank", RERANK | {"documents": [{"title": "0"}]}, "documents[0].text"),
         ("rerank", RERANK | {"documents": ["0"] * 5}, "documents"),
         ("rerank", RERANK | {"documents": [1]}, "documents[0]"),
         ("rerank", RERANK | {"documents": ["0", ""]}, "documents[1]"),

@@ -85,6 +85,11 @@ def test_documents_and_search_results() -> None:
     assert said(found) == "X\nhttps://x\na\nb"
 
 
+def reference(name: str) -> dict[str, str]:
+    """What a client's search of tools has found."""
+    return {"type": "tool_reference", "tool_name": name}
+
+
 def test_calls_and_results_in_order() -> None:
     thought = {"type": "thinking", "thinking": "look", "signature": "sig"}
     turns = [
@@ -100,6 +105,7 @@ def test_calls_and_results_in_order() -> None:
                 {"type": "tool_result", "tool_use_id": "t1", "content": "-3", **MARK},
                 {"type": "tool_result", "tool_use_id": "t2", "content": [text("a"), text("b")], "is_error": True},
                 {"type": "tool_result", "tool_use_id": "t3"},
+                {"type": "tool_result", "tool_use_id": "t4", "content": [reference("a"), reference("b")]},
                 text("then"),
                 text("last"),
             ],
@@ -111,6 +117,7 @@ def test_calls_and_results_in_order() -> None:
         Message("tool", "-3", call_id="t1", name="weather"),
         Message("tool", "Error: a\nb", call_id="t2"),
         Message("tool", "", call_id="t3"),
+        Message("tool", "a\nb", call_id="t4"),
         Message("user", "then\nlast"),
     )
 

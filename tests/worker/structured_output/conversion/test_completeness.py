@@ -57,6 +57,32 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "more than 0": ({"type": "number", "exclusiveMinimum": 0}, [1e-7, 1e-300, 1e30], [0, 0.0, -0.0, -1]),
     "tiny": ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-11}, [1e-11, 1.5e-12], [0, 2e-11, 1]),
     "share": ({"type": "number", "minimum": 0, "maximum": 1}, [1e-7, 0.1234567890123456789, 1, 1.0], [1.0000001, 2]),
+    "doubles": (
+        {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+        [0, 0.1 + 0.2, -BIG, 1e-300, 1e200, -9.9e307, 1.7976931348623157e308, 5e-324, 10**99],
+        [10**400, -(10**400)],
+    ),
+    "positive doubles": (
+        {"type": "number", "minimum": 0, "exclusiveMaximum": 1.7976931348623157e308},
+        [0, 1e-300, 1e307, BIG + 0.0],
+        [-1, 1.7976931348623157e308],
+    ),
+    "floats": (
+        {"type": "number", "minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38},
+        [3.4028234663852886e38, -3.4e38, 0.5, 10**38],
+        [3.5e38, -4e38, 10**39],
+    ),
+    "a hundred digits": (
+        {"type": "number", "minimum": -1e99, "maximum": 1e100},
+        [10**99, 1e99, 1e100, -9.5e98, 0.25],
+        [2e100, -2e99],
+    ),
+    "far from zero": ({"type": "number", "minimum": 1e200}, [1e200, 1.5e300], [0, 1e199, -1e201]),
+    "all of an integer's digits": (
+        {"type": "integer", "minimum": 0, "maximum": 1.7976931348623157e308},
+        [BIG, 0, 10**99],
+        [-1, 10**400],
+    ),
     "anything": ({}, [QUOTES, BIG, [1e-7, {'a"b\\\n': BIG}], None], []),
     "others": (
         {"type": "object", "properties": {"a/é": {"type": "null"}}, "additionalProperties": {"type": "integer"}},
