@@ -81,6 +81,13 @@ def _package(name: str) -> str | None:
         return None
 
 
+def _packaged(name: str, file: str) -> Path | None:
+    try:
+        return Path(str(importlib.metadata.distribution(name).locate_file(file)))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _cuda() -> str | None:
     import torch  # takes seconds
 
@@ -100,6 +107,7 @@ class ExaminedMachine:
     | `space` | the file system of a path |
     | `limit` | the soft limit of a resource (`resource.RLIMIT_*`); -1: none |
     | `package` | the version of a Python package; None where it is not installed |
+    | `packaged` | where a file or folder of a Python package is, or would be; None where it is not installed |
     | `cuda` | the CUDA version that PyTorch is built for; None: it is built for CPUs |
     | `check_port` | as `cluster.local.check_port` |
     """
@@ -110,6 +118,7 @@ class ExaminedMachine:
     space: Callable[[Path], Space] = _space
     limit: Callable[[int], int] = lambda which: resource.getrlimit(which)[0]
     package: Callable[[str], str | None] = _package
+    packaged: Callable[[str, str], Path | None] = _packaged
     cuda: Callable[[], str | None] = _cuda
     check_port: Callable[[str, int], None] = check_port
     python: tuple[int, int] = sys.version_info[:2]
@@ -311,7 +320,10 @@ def _flashinfer(machine: ExaminedMachine, wanted: WantedHere) -> Iterator[tuple[
         yield "ok", f"FlashInfer {version}, with compiled kernels as a package", ""
         return
     home = machine.environ.get("FLASHINFER_WORKSPACE_BASE") or machine.environ.get("HOME", "/root")
-    compiled = sorted(machine.path(f"{home}/.cache/flashinfer").glob("**/cached_ops/**/*.so"))
+    compiled = list(machine.path(f"{home}/.cache/flashinfer").glob("**/cached_ops/**/*.so"))
+    # FlashInfer looks there first.
+    if (shipped := machine.packaged("flashinfer-python", "flashinfer/data/aot")) is not None:
+        compiled += shipped.glob("*/*.so")
     if compiled:
         yield "ok", f"FlashInfer {version}, {len(compiled)} kernels compiled", ""
     else:

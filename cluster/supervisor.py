@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import msgspec
 import psutil
@@ -204,18 +204,31 @@ class Supervisor:
         Path(ENVIRONMENT["TMPDIR"]).mkdir(parents=True, exist_ok=True)
         (folder() / "ray").write_text(version("ray"))
         up().unlink(missing_ok=True)
-        # `ray start` waits without an end for a raylet that has died meanwhile.
-        command = self._machine.ray
-        try:
-            done = subprocess.run(
-                command, env=self._environment, capture_output=True, text=True, check=False, timeout=UP_S
-            )
-        except subprocess.TimeoutExpired:
-            say(f"Ray has not started within {UP_S:g} s, and is started again")
-            return False
-        if done.returncode:
+        done = self._start_ray()
+        if done is not None and done.returncode:
             say(f"Ray does not start: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return done.returncode == 0
+        return done is not None and done.returncode == 0
+
+    def _start_ray(self) -> "subprocess.CompletedProcess[str] | None":
+        """Starts Ray. Returns None if that was given up: `ray start` waits without an end for a raylet that has died
+        meanwhile, as on a busy machine."""
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        deadline, seen = time.monotonic() + UP_S, set[str]()
+        with subprocess.Popen(self._machine.ray, env=self._environment, **pipes) as starting:
+            try:
+                while time.monotonic() < deadline:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        out, err = starting.communicate(timeout=min(LOOK_S, UP_S))
+                        return subprocess.CompletedProcess(starting.args, starting.returncode, out, err)
+                    there = {process.info["name"] for process in processes(HEART[self._machine.role])}
+                    if ended := seen - there:
+                        say(f"{' and '.join(sorted(ended))} ended while Ray was started, which begins again")
+                        return None
+                    seen |= there
+                say(f"Ray has not started within {UP_S:g} s, and is started again")
+                return None
+            finally:
+                starting.kill()
 
     def _look_at_server(self) -> None:
         """Starts `shoal serve` unless it runs, was stopped on purpose (0), or has a wrong configuration (2)."""

@@ -13,7 +13,10 @@ UNLIMITED_TOKENS = 1 << 40
 
 
 class Budget:
-    """The limits of one micro-batch, and its content so far (`shape`)."""
+    """The limits of one micro-batch, and its content so far (`shape`). `least_chunk`: tokens below which a chunk costs
+    much more per token; 0 where that is not known."""
+
+    least_chunk = 0
 
     def __init__(self, tokens: int, *, prompt_tokens: int = UNLIMITED_TOKENS, decodes: int = UNLIMITED_TOKENS) -> None:
         """`tokens`: limit of all tokens. `prompt_tokens`: limit of the tokens in chunks longer than one. `decodes`:
@@ -69,10 +72,12 @@ class TimedBudget(Budget):
     """Chunks fill a micro-batch up to `full` tokens and up to `target_s` on every stage, as the stages' models predict
     it."""
 
-    def __init__(self, tokens: int, models: Sequence[CostModel], target_s: float, full: int) -> None:
+    def __init__(
+        self, tokens: int, models: Sequence[CostModel], target_s: float, full: int, least_chunk: int = 0
+    ) -> None:
         super().__init__(tokens)
         self._models = models
-        self._target_s, self._full = target_s, full
+        self._target_s, self._full, self.least_chunk = target_s, full, least_chunk
 
     def _limit(self, start: int, most: int) -> int:
         most = min(most, super()._limit(start, most))

@@ -232,7 +232,8 @@ class Uniform(Policy):
 
     def _timed(self, full: int, target_s: float) -> Budget:
         """All ready decodes, and chunks up to `full` tokens and `target_s`."""
-        return TimedBudget(self.settings.token_budget, self.settings.models, target_s, full)
+        settings = self.settings
+        return TimedBudget(settings.token_budget, settings.models, target_s, full, self._least_chunk)
 
     def _whole(self, tokens: int) -> int:
         """`tokens` rounded up to whole tiles, or to the size of a CUDA graph. Not rounded: TTFT P50 +3 to 5%."""

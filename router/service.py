@@ -39,6 +39,7 @@ from router.text.tokenizer import Tokenizer
 from router.wire.errors import ApiError, NoReplica, busy, internal, invalid
 from worker.client_turns import ClientTurns
 from worker.messages import Adapter, AdapterChange, Failure, Generate, Output, Release, SamplingParams
+from worker.niceness import YIELDING_NICE
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,6 @@ MIN_PRIORITY = -(1 << 31)
 SHORT_TEXT_BYTES = 2048
 LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
 # Where cores are busy, a text of megabytes, which has one for seconds, yields to streams and replicas.
-LONG_TEXT_NICE = 10
 
 
 class Placer(Protocol):
@@ -155,7 +155,7 @@ class Service:
         self._resume_pace = ResumePace(self._resume_rate)
         self.replicas.on_adapters = self._hear
         self._texts = ClientTurns(min(4, os.cpu_count() or 1), "text")
-        self._long_texts = ClientTurns(2, "long-text", each=1, nice=LONG_TEXT_NICE)
+        self._long_texts = ClientTurns(2, "long-text", each=1, nice=YIELDING_NICE)
         for name, path in (adapters or {}).items():
             self._take(Adapter(name, path))
 

@@ -1,8 +1,6 @@
 """Threads that work for clients by turns."""
 
 import asyncio
-import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -10,9 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from worker.niceness import yield_to_others
+
 Result = TypeVar("Result")
 _Work = Callable[[], Any]
-_LOWEST = 19
 
 
 class ClientTurns:
@@ -22,7 +21,7 @@ class ClientTurns:
     def __init__(self, threads: int, name: str, each: int | None = None, nice: int = 0) -> None:
         """`each`: the most threads that one client has at once, so that others find one free. `nice`: by how much they
         yield to the process's other threads, and to other processes, where cores are busy (on Linux)."""
-        self._threads = ThreadPoolExecutor(threads, name, _yield_to_others, (nice,))
+        self._threads = ThreadPoolExecutor(threads, name, yield_to_others, (nice,))
         self._count = threads
         self._each = each or threads
         self._lock = threading.Lock()
@@ -116,12 +115,6 @@ class ClientTurns:
             if not line:
                 del self._lines[client]
         return work
-
-
-def _yield_to_others(nice: int) -> None:
-    if nice and sys.platform == "linux":  # elsewhere priorities belong to processes
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(_LOWEST, os.getpriority(os.PRIO_PROCESS, thread) + nice))
 
 
 def _do(future: "Future[Any]", work: _Work) -> None:

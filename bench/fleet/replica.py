@@ -295,7 +295,7 @@ class FleetReplica:
 
     def _add_chunk(self, seq: SimulatedSequence, budget: Budget) -> None:
         room = seq.missing
-        most = self._shares.most_prompt_tokens
+        most = self._shares.most_prompt_tokens(budget.least_chunk)
         if most is not None and not self._shares.is_quiet(seq.share.tenant):
             room = min(room, most - (budget.shape.tokens - len(self._decoding)))
         chunk = budget.chunk(seq.computed, seq.missing, room)

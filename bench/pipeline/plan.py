@@ -16,6 +16,7 @@ simulated rate by the measured one, less 1.
 """
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ from shoal import flags
 from shoal.help import Parser
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore, known_device, rows_of, stage_spec
+from worker.executor.gpu_defaults import on_gpu
 from worker.executor.memory_budget import KVBudget, cpu_tokens, token_bytes
 from worker.folders import cache_folder
 from worker.models.config import DecoderConfig, decoder_config, in_memory, read_config
@@ -51,6 +53,7 @@ from worker.models.sharding import Shard
 
 GOOD = 0.99  # share of the requests that must be within the limits
 PRECISION = 0.03  # of a rate
+TOKEN_RANGE = 1000, 30_000  # of prompts' ids
 MAX_RATE_FACTOR = 4.0  # times the requests per second when all arrive at once
 JITTER = 0.02  # relative standard deviation of the times of steps
 LAYOUT = ("tp", "pp", "device")  # settings that are this command's own options
@@ -93,11 +96,14 @@ class Load:
     slo_tbt_s: float
     most_tokens: int  # of a prompt, which is cut to it
 
-    def options(self, rate: float) -> list[str]:
-        """The options of `shoal bench serve` for this load at a rate."""
+    def options(self, rate: float, attempt: int = 0) -> list[str]:
+        """The options of `shoal bench serve` for this load at a rate. Attempts differ in their prompts alone: a server
+        has those that it has seen in its cache."""
+        ids = ":".join(str(end + attempt) for end in TOKEN_RANGE)
         limits = ["--slo-ttft", str(self.slo_ttft_s), "--slo-tbt", str(self.slo_tbt_s)]
         cut = ["--max-prompt", str(self.most_tokens)]
-        return ["--trace", str(self.trace), "--requests", str(self.requests), "--rate", f"{rate:.4g}", *cut, *limits]
+        what = ["--trace", str(self.trace), "--requests", str(self.requests), "--token-range", ids]
+        return [*what, "--rate", f"{rate:.4g}", *cut, *limits]
 
     def at(self, rate: float) -> list[Session]:
         """The requests, which arrive as a Poisson process."""
@@ -167,10 +173,13 @@ def simulated(args: argparse.Namespace, layout: ParallelLayout, folder: Path, lo
     ValueError for a layout that the model does not allow."""
     device = torch.device("cpu" if args.device_name == "cpu" else "cuda")
     config = WorkerConfig.model_validate(flags.given(args, WorkerConfig) | {"tp": layout.tp, "pp": layout.pp})
-    whole = in_memory(decoder_config(read_config(folder)), device.type, config.dtype, config.dequantize)
     spec = known_device(args.device_name)
     if spec is None:
         raise NoPlan(f"the rates of {args.device_name!r} are not known: known are {', '.join(DEVICES)}")
+    model = decoder_config(read_config(folder))
+    if device.type == "cuda":  # its defaults, also where this machine has no GPU
+        config = on_gpu(config, model, int(spec.memory_bytes))
+    whole = in_memory(model, device.type, config.dtype, config.dequantize)
     shards = [Shard(whole, 0, layout.tp, stage, layout.pp, config.cut) for stage in range(layout.pp)]
     tokens = config.kv_tokens or min(_kv_tokens(shard, config, spec, longest, device) for shard in shards)
     tokens -= tokens % config.page_size
@@ -311,17 +320,18 @@ def _measured(first: Carrying, args: argparse.Namespace, folder: Path, load: Loa
     settings = flags.given(args, WorkerConfig) | {"model": str(folder), "replicas": 1}
     layout = first.replica.layout
     settings |= {"tp": layout.tp, "pp": layout.pp, "device": "cpu" if args.device_name == "cpu" else "cuda"}
+    attempts = itertools.count()
     with server(as_flags(settings)) as url:
 
         def serve(rate: float) -> dict[str, Any]:
-            summary = put(url, load.options(rate))
+            summary = put(url, load.options(rate, next(attempts)))
             if summary["failures"]:
                 raise ServerFailed(f"requests failed: {summary['failures']}")
             spread = f"TTFT P99 {number(summary['ttft_s']['p99'])} s"
             print(f"measured {rate:.4g} requests/s: {summary['attained']:.1%} within the limits, {spread}", flush=True)
             return summary
 
-        put(url, [*load.options(first.rate), "--seed", "1"])  # does not count
+        put(url, load.options(first.rate, next(attempts)))  # does not count
         measured = carried_rate(serve, first.rate, MAX_RATE_FACTOR * first.rate)
     if not measured:
         raise ServerFailed("no rate that was tried is within the limits here")

@@ -2,7 +2,8 @@
 fitting HTTP status."""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -28,17 +29,39 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 COMMENT = b":\n\n"  # a comment among server-sent events
 
 
-def protocol(config: RouterConfig) -> Callable[..., "ClientConnection"]:
-    """The protocol factory that uvicorn calls for each connection: the `http` of its configuration."""
-    return partial(ClientConnection, limits=config, waiting=WaitingConnections())
+def protocol(config: RouterConfig, waiting: "WaitingConnections") -> Callable[..., "ClientConnection"]:
+    """The protocol factory that uvicorn calls for each connection: the `http` of its configuration. `waiting`: those of
+    the server."""
+    return partial(ClientConnection, limits=config, waiting=waiting)
+
+
+def too_many(limits: RouterConfig) -> ApiError:
+    """The error of a connection for which there is no room."""
+    message = f"This server's {limits.max_connections} connections are all in use: try again shortly."
+    return ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"})
 
 
 class WaitingConnections:
     """The connections of a server that wait for a request, or for the rest of one: those that may be closed to make
     room, since no client waits for an answer there. By the address of the other side, which may be a proxy's."""
 
+    MAX_REPLACED = 64  # connections a second that may take the place of others of the same peer, which has the most
+
     def __init__(self) -> None:
         self._by_peer: dict[str, dict[ClientConnection, None]] = {}
+        self._replaced, self._since_s = 0, 0.0
+
+    def may_replace(self, peer: str) -> bool:
+        """Whether a new connection of `peer` may take the place of one that waits, where there are too many. Of the
+        peer that has the most itself, `MAX_REPLACED` may in a second: one that opens connection after connection would
+        keep the event loop from all others."""
+        if len(self._by_peer.get(peer, ())) < max(map(len, self._by_peer.values()), default=0):
+            return True
+        now_s = time.monotonic()
+        if now_s - self._since_s >= 1.0:
+            self._replaced, self._since_s = 0, now_s
+        self._replaced += 1
+        return self._replaced <= self.MAX_REPLACED
 
     def add(self, connection: "ClientConnection") -> None:
         self._by_peer.setdefault(connection.peer, {})[connection] = None
@@ -53,6 +76,22 @@ class WaitingConnections:
         """The one that has waited longest, of the peer that has the most."""
         of_peer = max(self._by_peer.values(), key=len, default={})
         return next(iter(of_peer), None)
+
+
+def last_answer(error: ApiError, default_headers: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+    """The answer with which a connection ends, as it is sent."""
+    body = error.body()
+    headers = {
+        **{name.decode(): value.decode() for name, value in default_headers},
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        request_id.HEADER.lower(): request_id.new(),
+        **(error.headers or {}),
+        "connection": "close",
+    }
+    status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
+    lines = [status, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    return "\r\n".join(lines).encode("latin-1") + body
 
 
 class _BadRequest(Exception):
@@ -103,8 +142,7 @@ class ClientConnection(HttpToolsProtocol):
             dispensable = self._waiting.dispensable()
             if dispensable is None:
                 self.connections.discard(self)
-                limit = f"This server's {self._limits.max_connections} connections are all in use: try again shortly."
-                self._refuse(ApiError(503, limit, code="too_many_connections", headers={"Retry-After": "1"}))
+                self._refuse(too_many(self._limits))
                 return
             dispensable.make_room()
         self._waiting.add(self)
@@ -311,18 +349,7 @@ class ClientConnection(HttpToolsProtocol):
             if self.pipeline or cycle.response_started:
                 self.transport.close()
                 return
-        body = error.body()
-        headers = {
-            **{name.decode(): value.decode() for name, value in self.server_state.default_headers},
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            request_id.HEADER.lower(): request_id.new(),
-            **(error.headers or {}),
-            "connection": "close",
-        }
-        status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
-        lines = [status, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-        self.transport.write("\r\n".join(lines).encode("latin-1") + body)
+        self.transport.write(last_answer(error, self.server_state.default_headers))
         if self.transport.can_write_eof():  # TLS has no such end
             self.transport.write_eof()
         self._within(LINGER_S, self.transport.close)

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import ctypes
+import logging
 import socket
 import ssl
 import struct
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +16,18 @@ from starlette.types import ASGIApp
 
 from router.config import RouterConfig
 from router.http.certificate import Certificate
-from router.http.connection import protocol
+from router.http.connection import WaitingConnections, last_answer, protocol, too_many
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that may wait to be accepted, as far as the kernel allows
+# Connections that are accepted in a turn of the event loop. uvloop accepts one: a client that opens connections faster
+# than the loop turns makes all others wait for theirs.
+MAX_ACCEPTED_AT_ONCE = 256
+NO_FILES_S = 0.1  # until the next attempt, where descriptors are lacking
+# Seconds that a connection for which there is no room waits for the answer that says so: a client that opens the next
+# one then opens fewer. Connections that may wait; further ones are answered immediately.
+REFUSED_S, MAX_REFUSED = 1.0, 1024
 # TCP keep-alive, for clients whose machine has vanished: seconds of silence before the kernel probes, seconds between
 # probes, and how many go unanswered before it gives the connection up. In all two minutes.
 VANISHED = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
@@ -53,9 +64,10 @@ class Listener:
                 self._socket.close()
                 raise
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        waiting = WaitingConnections()
         config = uvicorn.Config(
             app,
-            http=protocol(limits),  # type: ignore[arg-type]  # any factory of protocols works
+            http=protocol(limits, waiting),  # type: ignore[arg-type]  # any factory of protocols works
             ws="none",
             lifespan="off",
             log_config=None,
@@ -64,7 +76,7 @@ class Listener:
             backlog=BACKLOG,
             ssl_context_factory=self._context if self._certificate is not None else None,
         )
-        self._server = _Server(config, limits.header_timeout_s)
+        self._server = _Server(config, limits, waiting)
         self._task: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
 
@@ -109,25 +121,87 @@ def certificate_of(limits: RouterConfig) -> Certificate | None:
 class _Server(uvicorn.Server):
     """A uvicorn server. `up` is set once it accepts connections."""
 
-    def __init__(self, config: uvicorn.Config, handshake_s: float) -> None:
-        """`handshake_s`: what a client's TLS handshake may take."""
+    def __init__(self, config: uvicorn.Config, limits: RouterConfig, waiting: WaitingConnections) -> None:
+        """`waiting`: the connections that wait for requests."""
         super().__init__(config)
-        self._handshake_s = handshake_s
+        self._limits, self._waiting = limits, waiting
+        self._no_room = last_answer(too_many(limits))
+        self._refused: deque[socket.socket] = deque()
+        self._connecting: set[asyncio.Task[Any]] = set()
         self.up = asyncio.Event()
 
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        """Listens on the sockets. As uvicorn's own, which bounds no handshake."""
-        loop = asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(self._connection, sock=each, backlog=self.config.backlog, **self._tls())
-            for each in sockets or ()
-        ]
+        """Listens on the sockets. Unlike uvicorn's own, accepts all that waits, and bounds TLS handshakes."""
+        self.servers = []
+        for each in sockets or ():
+            each.setblocking(False)
+            each.listen(self.config.backlog)
+            self._take_from(each)
         self.started = True
         self.up.set()
 
+    def _take_from(self, listening: socket.socket) -> None:
+        if not self.should_exit and listening.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        """Accepts connections that wait. Called when there is one."""
+        loop = asyncio.get_running_loop()
+        try:
+            for _ in range(MAX_ACCEPTED_AT_ONCE):
+                client, address = listening.accept()
+                if self._has_room_for(address[0]):
+                    self._connect(client)
+                else:
+                    self._turn_away(client)
+        except (BlockingIOError, ConnectionAbortedError):
+            pass
+        except OSError as error:
+            log.error("a connection cannot be accepted: %s", error)
+            loop.remove_reader(listening)
+            loop.call_later(NO_FILES_S, self._take_from, listening)
+
+    def _has_room_for(self, peer: str) -> bool:
+        num_open = len(self.server_state.connections) + len(self._connecting)
+        return num_open < self._limits.max_connections or self._waiting.may_replace(peer)
+
+    def _turn_away(self, client: socket.socket) -> None:
+        """Closes a connection, after a while, without the cost of one that is served."""
+        if len(self._refused) < MAX_REFUSED:
+            self._refused.append(client)
+            if len(self._refused) == 1:
+                asyncio.get_running_loop().call_later(REFUSED_S, self._end_refused)
+        else:
+            self._refuse(client)
+
+    def _end_refused(self) -> None:
+        """Ends the connections that were turned away in the last `REFUSED_S`."""
+        while self._refused:
+            self._refuse(self._refused.popleft())
+
+    def _refuse(self, client: socket.socket) -> None:
+        """Closes a connection with an answer that says why, if it is one without TLS."""
+        with contextlib.suppress(OSError), client:
+            client.setblocking(False)
+            if self.config.ssl is None:
+                client.send(self._no_room)
+
+    def _connect(self, client: socket.socket) -> None:
+        """Serves a connection. One that ends in its TLS handshake is no error."""
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        connecting = loop.create_task(loop.connect_accepted_socket(self._connection, client, **self._tls()))
+        self._connecting.add(connecting)
+        connecting.add_done_callback(self._connected)
+
+    def _connected(self, connecting: "asyncio.Task[Any]") -> None:
+        self._connecting.discard(connecting)
+        if not connecting.cancelled():
+            connecting.exception()
+
     def _tls(self) -> dict[str, Any]:
         context = self.config.ssl
-        return {} if context is None else {"ssl": context, "ssl_handshake_timeout": self._handshake_s}
+        return {} if context is None else {"ssl": context, "ssl_handshake_timeout": self._limits.header_timeout_s}
 
     async def shutdown(self, sockets: Sequence[socket.socket] | None = None) -> None:
         """Closes the listening sockets so that no connection is reset, then ends as uvicorn does."""
@@ -138,18 +212,15 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for each in open_sockets:
             loop.remove_reader(each)
-        await asyncio.sleep(0)  # a closed server loses what the event loop took in its last turn
-        # What uvicorn's servers have not taken when they close would be reset, so the sockets stay open for a moment.
-        waiting = [each.dup() for each in open_sockets]
-        for server in self.servers:
-            server.close()
-        clients = [client for each in waiting for client in _accepted(each)]
-        for each in waiting:
-            each.close()
-        # The first of them may be answered before uvicorn has closed the last.
+        # The first of those that wait in the kernel may be answered before uvicorn has closed the last.
         self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
-        for client in clients:
-            await loop.connect_accepted_socket(self._connection, client, **self._tls())
+        for each in open_sockets:
+            with contextlib.suppress(OSError):
+                while True:
+                    self._connect(each.accept()[0])
+        self._end_refused()
+        if self._connecting:
+            await asyncio.wait(self._connecting)
         await super().shutdown(open_sockets)
 
     def _connection(self) -> asyncio.Protocol:
@@ -166,18 +237,6 @@ def refuse_handshakes(listening: socket.socket) -> None:
     with contextlib.suppress(OSError):
         described = struct.pack("@HP", len(_NO_SYN) // 8, ctypes.addressof(program))
         listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, described)
-
-
-def _accepted(listening: socket.socket) -> list[socket.socket]:
-    """The connections that wait to be accepted."""
-    listening.setblocking(False)
-    found = []
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            found.append(listening.accept()[0])
-    for client in found:
-        client.setblocking(False)
-    return found
 
 
 def bind(host: str, port: int, shared: bool = True, listens: bool = True) -> socket.socket:

@@ -73,6 +73,7 @@ class MadeUp:
             space=lambda path: self.space,
             limit=self.limits.__getitem__,
             package=self.packages.get,
+            packaged=lambda name, file: self.root / "site" / file if name in self.packages else None,
             cuda=lambda: self.cuda,
             check_port=check_port,
             python=self.python,
@@ -148,6 +149,13 @@ def test_a_fault_is_found_with_its_remedy(
     found = [each for each in machine.findings(check) if says in each.says]
     assert found
     assert all(each.state == state and each.remedy for each in found)
+
+
+def test_kernels_that_came_compiled_in_the_package_count(machine: MadeUp) -> None:
+    machine.with_gpus().environ["HOME"] = "/home/you"
+    machine.file("/site/flashinfer/data/aot/norm/norm.so")
+    (found,) = machine.findings("flashinfer")
+    assert found.state == "ok" and "1 kernels compiled" in found.says
 
 
 @pytest.mark.parametrize("link", ["NV18", "SYS", "PIX"])

@@ -1,6 +1,7 @@
 """The supervisor of a machine of `ray up`, without Ray. tests/deploy has it with Ray, on hosts."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,21 @@ def test_a_start_of_ray_that_does_not_end_is_ended(
     assert not started(monkeypatch, "sleep", "1000")._has_ray()
     assert not up().exists()
     assert "Ray has not started within 0.05 s" in capfd.readouterr().out
+
+
+def test_a_start_of_ray_whose_raylet_has_died_begins_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Soon: `ray up` waits for it no longer than for one start."""
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.01)
+    looks = iter([["raylet"], ["raylet"], []])
+
+    def there(names: tuple[str, ...]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(info={"name": name}) for name in next(looks)]
+
+    monkeypatch.setattr(supervisor, "processes", there)
+    assert not started(monkeypatch, "sleep", "1000")._has_ray()
+    assert "raylet ended while Ray was started" in capfd.readouterr().out
 
 
 def test_ray_counts_as_started_once_nothing_starts_it_any_more(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

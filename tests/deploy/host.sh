@@ -79,4 +79,8 @@ cat > "$root/etc/systemd/system/rehearsal.target" <<UNIT
 [Unit]
 Requires=rehearsal.service dbus.service systemd-logind.service systemd-user-sessions.service
 UNIT
+# Devices are this machine's: udev, where it is installed, would give all hosts one hardware address.
+for unit in d.service d-control.socket d-kernel.socket -trigger.service; do
+    ln -sf /dev/null "$root/etc/systemd/system/systemd-udev$unit"
+done
 exec "${clean[@]}" container=lxc chroot "$root" /lib/systemd/systemd --unit=rehearsal.target

@@ -12,8 +12,10 @@ import contextlib
 import csv
 import io
 import itertools
+import os
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,10 +62,19 @@ class Pod:
     def pre_stop(self) -> subprocess.CompletedProcess[str]:
         return self._exec(shlex.join(self.container["lifecycle"]["preStop"]["exec"]["command"]), check=False)
 
-    def terminate(self) -> None:
-        """SIGTERM to the container's first process, as the kubelet sends it. Returns when nothing runs any more."""
+    def terminate(self) -> bool:
+        """SIGTERM to the container's first process, as the kubelet sends it; what has not ended within the pod's grace
+        is killed. Returns whether nothing had to be."""
         self._exec("touch /tmp/ends; pkill -TERM -f '^[^ ]*python[^ ]* [^ ]*/ray start'", check=False)
-        until(lambda: not self.host.processes(), f"{self.host.name} ends", self.template_grace_s)
+        try:
+            until(lambda: not self.host.processes(), f"{self.host.name} ends", self.template_grace_s)
+        except AssertionError:
+            for process in self.host.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            until(lambda: not self.host.processes(), f"{self.host.name} is killed")
+            return False
+        return True
 
     @property
     def template_grace_s(self) -> float:
@@ -254,6 +265,7 @@ class Figures:
     | `failed_short_requests` | short ones while routers and replicas were changed, one after the other |
     | `reloaded_replicas` | that a change of numbers started although they ran |
     | `longest_gap_s` | without a token, of the streams above |
+    | `killed_pods` | those that did not end within their grace |
     | `haproxies` | processes at most in one pod |
     | `haproxy_mb` | memory of the largest, in MB |
     """
@@ -267,6 +279,7 @@ class Figures:
     longest_gap_s: float = 0.0
     haproxies: int = 0
     haproxy_mb: float = 0.0
+    killed_pods: list[str] = field(default_factory=list)
     pre_stop_rc: list[int] = field(default_factory=list)
     pre_stop_s: list[float] = field(default_factory=list)
     without_worker: dict[str, str] = field(default_factory=dict)
@@ -387,7 +400,7 @@ def rehearse(r: Rehearsal) -> Figures:
     until(lambda: not r.sessions(head.address), "the head's HAProxy has no router")
     figures.without_worker = {path: r.status(head, path) for path in ("/v1/models", "/ready", "/-/healthz")}
     r.say(f"no worker: {figures.without_worker}")
-    r.pods["head"].terminate()
+    end(r, figures, "head")
     for host in r.net.hosts:
         files, ports = before[host.name]
         left = [*host.processes().values(), *map(str, host.ports() - ports), *(host.files() - files)]
@@ -406,8 +419,12 @@ def stop(r: Rehearsal, figures: Figures, name: str) -> None:
     figures.pre_stop_s.append(round(time.monotonic() - began, 1))
     figures.pre_stop_rc.append(done.returncode)
     r.say(f"preStop of {name}: {done.returncode} after {figures.pre_stop_s[-1]} s {done.stdout}{done.stderr}")
-    pod.terminate()
-    del r.pods[name]
+    end(r, figures, name)
+
+
+def end(r: Rehearsal, figures: Figures, name: str) -> None:
+    if not r.pods.pop(name).terminate():
+        figures.killed_pods.append(name)
 
 
 def count(figures: Figures, streams: list[Stream], text: str) -> None:

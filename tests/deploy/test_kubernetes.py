@@ -21,6 +21,6 @@ def test_no_change_fails_a_request_and_nothing_is_left(tmp_path: Path) -> None:
     assert figures.streams >= 8 and figures.short_requests > 0
     assert figures.longest_gap_s <= 5
     assert figures.reloaded_replicas == 0
-    assert figures.pre_stop_rc == [0]
+    assert figures.pre_stop_rc == [0] and figures.killed_pods == []
     assert figures.without_worker["/v1/models"] == "503"
     assert figures.left == []

@@ -28,7 +28,7 @@ from router.config import RouterConfig
 from router.fleet.demand import Sleep
 from router.fleet.fleet import Fleet
 from router.http import connection
-from router.http.connection import protocol
+from router.http.connection import WaitingConnections, protocol
 from router.metrics.metrics import Metrics
 from router.models import Models
 from router.prepare.defaults import SamplingDefaults
@@ -407,7 +407,7 @@ class Server(uvicorn.Server):
     """The application on a port of its own, in a thread."""
 
     def __init__(self, app: FastAPI, config: RouterConfig) -> None:
-        made: Any = protocol(config)
+        made: Any = protocol(config, WaitingConnections())
         super().__init__(uvicorn.Config(app, http=made, log_level="error", ws="none", timeout_graceful_shutdown=5))
         self.socket = local_socket()
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"

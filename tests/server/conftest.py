@@ -22,7 +22,7 @@ from router.api import create_app
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
 from router.http import connection
-from router.http.connection import protocol
+from router.http.connection import WaitingConnections, protocol
 from router.metrics.metrics import Metrics
 from router.models import Models
 from router.prepare.defaults import SamplingDefaults
@@ -89,7 +89,7 @@ class Whole:
         self.replica, self.engine = first.replica, first.replica.engine
         self.fleet, self.links, self.service = first.fleet, first.links, first.service
         self.app = create_app(Models([model.service for model in self._models], self.metrics, config))
-        made: Any = protocol(config)
+        made: Any = protocol(config, WaitingConnections())
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(self.app, http=made, log_level="critical", timeout_graceful_shutdown=5)
         )

@@ -58,7 +58,7 @@ QUIET_SHARE, LATELY_S = 0.5, 1.5
 SHORT_TOKENS = 1024.0
 # So long after a quiet tenant's last start, steps take no longer than `STEP_S` for prompts: the next request of such a
 # client waits for the rest of a step that was made before.
-QUIET_STAYS_S, STEP_S, MIN_STEP_TOKENS = 2.0, 0.1, 128
+QUIET_STAYS_S, STEP_S, MIN_STEP_TOKENS = 2.0, 0.03, 128
 ANYBODY = ("", "")  # all clients of an open server
 MAX_IDLE_TENANTS = 1024  # tenants without requests whose counters are kept
 MAX_IDLE_USERS = 128  # the same of each tenant's users
@@ -246,13 +246,13 @@ class FairShare:
         """Prompt tokens of service that a client may save up."""
         return self._counters.credit
 
-    @property
-    def most_prompt_tokens(self) -> int | None:
+    def most_prompt_tokens(self, least: int) -> int | None:
         """Prompt tokens of which a step should have no more, since a quiet client may send its next request meanwhile.
-        None without such a client, and while the replica's speed is unknown."""
+        None without such a client, and while the replica's speed is unknown. `least`: with fewer, prompts would cost
+        much more."""
         if self._now_s > self._quiet_until_s or self._speed.tokens_s == math.inf:
             return None
-        return max(MIN_STEP_TOKENS, int(STEP_S * self._speed.tokens_s))
+        return max(MIN_STEP_TOKENS, least, int(STEP_S * self._speed.tokens_s))
 
     def is_quiet(self, member: Member) -> bool:
         """Whether a tenant was served far less than its share lately. Users are not quiet: a tenant may name as many

@@ -49,7 +49,7 @@ class StepBuilder:
         """`shares`: says how long prompts of clients that are not quiet may make the step; None: as `budget` does."""
         self.budget = budget
         self._shares = shares
-        self._most_prompt_tokens = None if shares is None else shares.most_prompt_tokens
+        self._most_prompt_tokens = None if shares is None else shares.most_prompt_tokens(budget.least_chunk)
         self._kv_cache = kv_cache
         self._page_size = kv_cache.page_size
         self._table = table

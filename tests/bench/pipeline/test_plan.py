@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from bench.load import options
+from bench.load.workload import Vocabulary
 from bench.pipeline import plan
 from bench.replica import dummy_models
 
@@ -43,6 +45,21 @@ def test_as_many_replicas_as_the_rate_needs(run: Any, capsys: pytest.CaptureFixt
     assert found["carrying"][0]["rate_of_one"] < 0.7 * one["rate_of_one"]
 
 
+def test_a_gpu_has_a_gpus_defaults(tmp_path: Path, traffic: Path) -> None:
+    """Also where it is planned on a machine without one: steps of 512 tokens would carry two thirds as much."""
+    folder = dummy_models.write("llama-8b", tmp_path / "model")
+
+    def config(device: str, *arguments: str) -> tuple[str, int, bool]:
+        line = ["--model", str(folder), "--traffic", str(traffic), "--device", device, "--tp", "1", "--pp", "1"]
+        args = plan.parser().parse_args([*line, *arguments])
+        made = plan.simulated(args, plan.layouts(args)[0], folder, longest=320).config
+        return made.schedule_name, made.token_budget, made.max_running > 64
+
+    assert config("NVIDIA H200") == ("uniform", 8192, True)
+    assert config("NVIDIA H200", "--token-budget", "1024", "--max-running", "9") == ("uniform", 1024, False)
+    assert config("cpu") == ("fixed_chunk", 512, False)
+
+
 def test_the_fewest_gpus_that_are_enough_come_first(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = run("llama-70b", "--device", "NVIDIA H200", "--gpus", "4", "--rate", "4", "--requests", "20")
     assert [each["layout"] for each in found["carrying"]][:1] == ["tp2"]  # its weights leave one GPU no room
@@ -73,6 +90,7 @@ def test_what_cannot_be_planned_is_said(
 def test_the_error_is_measured_at_a_server(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that carries 100 requests a second."""
     started: list[list[str]] = []
+    prompts: list[list[int]] = []
 
     @contextlib.contextmanager
     def server(arguments: list[str]) -> Iterator[str]:
@@ -80,6 +98,9 @@ def test_the_error_is_measured_at_a_server(run: Any, monkeypatch: pytest.MonkeyP
         yield "http://here"
 
     def put(url: str, arguments: list[str]) -> dict[str, Any]:
+        args = options.parser().parse_args(arguments)
+        words = Vocabulary(args.seed, *args.token_range)
+        prompts.append(words.ids(options.plan(args)[0].turns[0].spans))
         rate = float(arguments[arguments.index("--rate") + 1])
         return {"attained": float(rate <= 100.0), "failures": {}, "ttft_s": {"p99": 0.1}}
 
@@ -90,3 +111,4 @@ def test_the_error_is_measured_at_a_server(run: Any, monkeypatch: pytest.MonkeyP
     assert figures["n.measured_rate"] == pytest.approx(100.0, rel=plan.PRECISION)
     assert figures["n.error"] == pytest.approx(abs(figures["n.rate"] / figures["n.measured_rate"] - 1.0))
     assert {"--device", "cpu", "--replicas", "1"} <= set(started[0])
+    assert len(set(map(tuple, prompts))) == len(prompts) > 3  # else all but one of the rates find them in the cache

@@ -1,15 +1,21 @@
 """Routers that listen themselves: a port that several share, and an end that cuts nothing off."""
 
 import asyncio
+import contextlib
+import errno
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+import uvloop
 from starlette.types import Receive, Scope, Send
 
 from router.config import RouterConfig
+from router.http import connection
 from router.http import listener as module
 from router.http.listener import Listener, bind
 
@@ -33,8 +39,8 @@ class App:
 
 
 @asynccontextmanager
-async def listening(app: App, port: int = 0) -> AsyncIterator[Listener]:
-    listener = Listener(app, LOOPBACK, port, RouterConfig())
+async def listening(app: App, port: int = 0, **limits: Any) -> AsyncIterator[Listener]:
+    listener = Listener(app, LOOPBACK, port, RouterConfig(**limits))
     await listener.start()
     try:
         yield listener
@@ -64,9 +70,9 @@ def no_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HANDSHAKE_S", 0.0)
 
 
-def connected(listener: Listener) -> socket.socket:
+def connected(listener: Listener, source: str = LOOPBACK) -> socket.socket:
     """A connection that the kernel has accepted, and the listener may not have."""
-    return socket.create_connection(listener.address, timeout=WAIT_S)
+    return socket.create_connection(listener.address, timeout=WAIT_S, source_address=(source, 0))
 
 
 async def answer_on(client: socket.socket) -> str:
@@ -79,6 +85,65 @@ async def answer_on(client: socket.socket) -> str:
             while piece := await loop.sock_recv(client, 1 << 16):
                 found += piece
     return found.decode()
+
+
+def test_all_connections_that_wait_are_accepted_in_a_turn_of_the_event_loop() -> None:
+    """Whatever a turn takes, nobody waits for as many turns as others have opened connections. (uvloop's own servers
+    accept one in a turn.)"""
+
+    async def run() -> None:
+        async with listening(App()) as listener:
+            clients = [connected(listener) for _ in range(50)]
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert len(listener._server.server_state.connections) == len(clients)
+            for client in clients:
+                client.close()
+
+    uvloop.run(run())
+
+
+def test_who_opens_connection_after_connection_is_turned_away_and_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once its own have taken the place of its own a few times, so that each turn costs next to nothing."""
+    monkeypatch.setattr(module, "REFUSED_S", 0.0)
+    monkeypatch.setattr(module.WaitingConnections, "MAX_REPLACED", 2)
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: 1.0))  # all within a second
+
+    async def run() -> None:
+        async with listening(App(), max_connections=4) as listener:
+            with contextlib.ExitStack() as open_to_the_end:
+                held = [open_to_the_end.enter_context(connected(listener)) for _ in range(4 + 2)]
+                for client in held[:2]:  # closed to make room
+                    assert await asyncio.to_thread(client.recv, 1) == b""
+                refused = open_to_the_end.enter_context(connected(listener))
+                refusal = (await asyncio.to_thread(refused.recv, 1 << 16)).decode()
+                assert refusal.startswith("HTTP/1.1 503 ") and "too_many_connections" in refusal
+                assert "retry-after: 1" in refusal.lower()
+                other = open_to_the_end.enter_context(connected(listener, "127.0.0.2"))
+                other.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert (await asyncio.to_thread(other.recv, 1 << 16)).startswith(b"HTTP/1.1 200 ")
+
+    asyncio.run(run())
+
+
+def test_a_listener_goes_on_where_descriptors_were_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NO_FILES_S", 0.0)
+
+    async def run() -> None:
+        async with listening(App()) as listener:
+            failed = []
+
+            def accept(listening: socket.socket) -> tuple[socket.socket, Any]:
+                failed.append(listening)
+                monkeypatch.undo()
+                raise OSError(errno.EMFILE, "too many open files")
+
+            monkeypatch.setattr(socket.socket, "accept", accept)
+            assert (await ask(listener)) == "one" and len(failed) == 1
+
+    asyncio.run(run())
 
 
 def test_a_port_is_shared_and_one_that_ends_leaves_it_to_the_others() -> None:
@@ -119,13 +184,14 @@ def test_connections_that_only_the_kernel_has_accepted_are_answered(monkeypatch:
 
     async def run() -> None:
         async with listening(App()) as listener:
+            loop = asyncio.get_running_loop()
 
-            def accepted(listening: socket.socket) -> list[socket.socket]:
+            def no_longer(listening: socket.socket) -> bool:
                 clients.extend(connected(listener) for _ in range(8))
-                return taken(listening)
+                return removed(listening)
 
-            taken = module._accepted
-            monkeypatch.setattr(module, "_accepted", accepted)
+            removed = loop.remove_reader
+            monkeypatch.setattr(loop, "remove_reader", no_longer)
             monkeypatch.setattr(module, "refuse_handshakes", lambda listening: None)
             closing = asyncio.create_task(listener.close())
             async with asyncio.timeout(WAIT_S):

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from worker.niceness import YIELDING_NICE
 from worker.structured_output.compiling.compilation import Compilation
 from worker.structured_output.compiling.forks import (
-    YIELDING_NICE,
     cpu_time_s,
     ended,
     has_memory_up_to,

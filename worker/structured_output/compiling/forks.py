@@ -9,12 +9,12 @@ import signal
 import sys
 from collections.abc import Callable
 
+from worker.niceness import YIELDING_NICE
 from worker.structured_output.error import GrammarError
 
 _SPARE_BYTES = 1 << 20  # that may be taken between a look at the data and an allocation
 _WALL_PER_CPU_S = 60.0  # for a fork, whose parent has a limit itself
 _LONG_CPU_S = 0.25  # of a compilation: most take a tenth of that
-YIELDING_NICE = 10
 
 
 def in_fork(work: Callable[[], bytes], cpu_s: float, memory_bytes: int) -> bytes | None:
