@@ -171,7 +171,7 @@ def ours(found: Corpus) -> tuple[Tally, list[Figure], dict[str, Any]]:
         growth = 0.0
         for each in found.schemas:
             grammar = Grammar("json_schema", each.text)
-            # Each is another client's: a client that compiles so many would yield to all else on the machine.
+            # A client that compiles hundreds of schemas yields to all else on the machine: so each has its own.
             future: Future[CompiledGrammar] = compiler.submit(grammar, each.name)
             made = found.instances[each.name]
             if (error := future.exception()) is not None:
