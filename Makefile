@@ -10,6 +10,10 @@ LOCKS  := requirements.lock requirements.dev.lock
 # Tests on all cores: each process begins with a part of its own, so that a server or model that a module shares is
 # made once. With threads for all cores in each process, their products wait for each other, and take twice as long.
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
+# Whose loops numba keeps, compiled, beside their sources. Processes that begin together would each compile all of them.
+COMPILED := worker.drafts.suffix_automaton kernels.attention.cpu.decode_kernel
+# Modules with such tests: to import all of them takes a third of a minute.
+SERVING = $(shell grep -rlE --include='test_*.py' 'mark\.(ray|gpu)\b' tests)
 # Rooms with tests that are run in part otherwise.
 NIGHTLY := tests/kernels tests/worker tests/server/test_call_grammars.py tests/shoal/test_engine.py
 # Of recipes that run beside each other: each line says which one it is of.
@@ -18,7 +22,7 @@ SAYS = 2>&1 | sed --unbuffered 's/^/$@  /'
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test quick test-kernels test-bench nightly fuzz soak rehearse mutants env lint types check-docs
-.PHONY: model computing serving helm-test lock wheelhouse clean
+.PHONY: model compiled computing serving helm-test lock wheelhouse clean
 
 serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 	@exec $(BIN)/shoal serve $(ARGS)
@@ -86,11 +90,14 @@ check-docs: env  ## the pages that are made from the code are as the code says
 	$(BIN)/python -m shoal.reference --check
 	$(BIN)/python -m bench.results --check
 
-computing: env
+compiled: env
+	$(BIN)/python -c "$(COMPILED:%=import %;)"
+
+computing: compiled
 	$(PYTEST_ALL_CORES) -m "not ray and not bench and not gpu and not rehearsal" --ignore tests/kernels $(SAYS)
 
-serving: env
-	$(BIN)/pytest -m "(ray or gpu) and not bench and not rehearsal" $(SAYS)
+serving: compiled
+	$(BIN)/pytest -m "(ray or gpu) and not bench and not rehearsal" $(SERVING) $(SAYS)
 
 model: env
 	$(BIN)/shoal pull SmolLM2-135M-Instruct

@@ -2,8 +2,10 @@
 and one of a few hundred kilobytes.
 """
 
+import gc
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +31,18 @@ settings.load_profile("fixed")
 
 # Every case, where otherwise some stand for all: `make nightly`.
 NIGHTLY = bool(os.environ.get("SHOAL_NIGHTLY"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Libraries, test modules and tests are millions of objects that stay: they are not walked as they come, nor by any
+    collection of the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers

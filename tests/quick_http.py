@@ -1,8 +1,10 @@
-"""What most tests over HTTP would otherwise spend more time on than on what they ask. Importing this module is enough.
+"""What most tests over HTTP would otherwise spend more time on than on what they ask, and how long they wait. Importing
+this module is enough.
 
 - Servers of uvicorn's look every 5 ms whether they shall end, not every 100.
 - All clients share one TLS context, of which no test has a use: for each OpenAI client and each `httpx.get`, the
   certificates of all authorities would be parsed again.
+- Who says nothing else waits for an answer for WAIT_S. httpx's own 5 s are too short beside other tests and builds.
 
 And `local_socket` is one to listen on, `served` an application that listens on it.
 """
@@ -16,8 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import uvicorn
 import uvicorn.server
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
+
+WAIT_S = 60.0
 
 
 class _ShortTicks:
@@ -32,6 +38,9 @@ class _ShortTicks:
 
 uvicorn.server.asyncio = _ShortTicks()  # type: ignore[assignment]
 ssl.create_default_context = functools.cache(ssl.create_default_context)
+for each in ("connect", "read", "write", "pool"):  # of the one that is the default everywhere in httpx
+    setattr(DEFAULT_TIMEOUT_CONFIG, each, WAIT_S)
+assert httpx.get.__kwdefaults__["timeout"].read == WAIT_S
 
 
 def local_socket() -> socket.socket:

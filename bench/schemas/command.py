@@ -171,7 +171,8 @@ def ours(found: Corpus) -> tuple[Tally, list[Figure], dict[str, Any]]:
         growth = 0.0
         for each in found.schemas:
             grammar = Grammar("json_schema", each.text)
-            future: Future[CompiledGrammar] = compiler.submit(grammar)
+            # A client that compiles hundreds of schemas yields to all else on the machine: so each has its own.
+            future: Future[CompiledGrammar] = compiler.submit(grammar, each.name)
             made = found.instances[each.name]
             if (error := future.exception()) is not None:
                 tally.add(each.name, made, GrammarVerdict(str(error), frozenset()))
@@ -188,10 +189,11 @@ def ours(found: Corpus) -> tuple[Tally, list[Figure], dict[str, Any]]:
                 walked.append((grammar, good))
         for each in found.schemas:  # only now: long texts make the automata grow
             if each.name not in tally.refusals:
-                values.add(each.name, each.schema, compiler.submit(Grammar("json_schema", each.text)).result())
+                found_again = compiler.submit(Grammar("json_schema", each.text), each.name)
+                values.add(each.name, each.schema, found_again.result())
         for number in range(_MADE if found.schemas else 0):
             made_one = made_schema(number)
-            future = compiler.submit(Grammar("json_schema", json.dumps(made_one)))
+            future = compiler.submit(Grammar("json_schema", json.dumps(made_one)), f"made {number}")
             made_grammar = None if future.exception() else future.result()
             values.add(f"made {number}", made_one, made_grammar, _NATURAL_OF_MADE)
         tally.invalid_accepted += values.invalid_accepted

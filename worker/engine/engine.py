@@ -231,7 +231,7 @@ class Engine:
         self._steps.record_times()
         self._loop.turn()
         outputs = self.scheduler.take_outputs()
-        if len(self._answer_checks):
+        if len(self._answer_checks) or self._answer_checks.has_ready:  # a verdict may come after its request has gone
             outputs = list(self._answer_checks.pass_on(outputs, self._grammar_queue.compiled))
         if not self.has_work:
             self._rest()

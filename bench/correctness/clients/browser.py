@@ -14,7 +14,7 @@ from bench.correctness.clients.catalog import BROWSER
 from bench.correctness.clients.checks import Checks, ServedModel
 
 checks = Checks()
-WAIT_S = 60
+WAIT_S = 240
 # The headers are those that OpenAI's package for JavaScript sends.
 PAGE = """<!doctype html><script>
 const headers = {"Content-Type": "application/json", "Authorization": "Bearer none", "X-Stainless-Lang": "js",

@@ -106,6 +106,7 @@ def test_a_refusal_has_the_fields_too(make_stack: Make, make_replica: Make, capl
     stack = make_stack(fake)
     with caplog.at_level(logging.INFO, "router"):
         assert httpx.post(f"{stack.url}/v1/chat/completions", json=CHAT, headers=MINE).status_code == 429
+        stack.until(lambda: caplog.records)  # written when the answer has ended
     (line,) = caplog.records
     fields = vars(line)
     assert (fields["request_id"], fields["status"], fields["model"], fields["replica"]) == ("mine", 429, "tiny", "r0")

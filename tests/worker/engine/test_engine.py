@@ -307,7 +307,8 @@ class Anything(CompiledGrammar):
         return SimpleNamespace(stop_token_ids=[])
 
 
-def test_an_answer_is_held_until_it_has_been_judged(make):
+def held(make):
+    """An engine whose only answer has ended, and waits for its verdict."""
     engine, parts = make()
     loose = msgspec.structs.replace(GRAMMAR, max_tokens=9, grammar=Grammar("json_schema", "{}", strict=False))
     compiled = Anything(None, "json_schema", not_enforced=["contains at #"])
@@ -317,12 +318,30 @@ def test_an_answer_is_held_until_it_has_been_judged(make):
     parts.grammars.futures[0].set_result(compiled)
     outputs = run(engine)["loose"]
     assert outputs[0].check == SchemaCheck(["contains at #"]) and outputs[-1].finish_reason is None
+    return engine, parts
+
+
+def test_an_answer_is_held_until_it_has_been_judged(make):
+    engine, parts = held(make)
     ((answer, future),) = parts.grammars.answers
     assert answer.token_ids == parts.executor.generate([1, 2, 3], 3)[:-1] and not engine.has_work
     future.set_result(AnswerVerdict("at #: no", 1))
     assert engine.has_work
     (last,) = run(engine)["loose"]
     assert last.finish_reason == "stop" and last.check == SchemaCheck(["contains at #"], False, "at #: no", 1)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_verdict_for_a_request_that_has_gone_is_no_work_for_ever(make, has_begun):
+    engine, parts = held(make)
+    ((_, future),) = parts.grammars.answers
+    if has_begun:
+        future.set_running_or_notify_cancel()
+    engine.abort(["loose"])
+    if has_begun:
+        future.set_result(AnswerVerdict(None))
+    assert engine.has_work
+    assert engine.step() == [] and not engine.has_work
 
 
 # ---------------------------------------------------------------- log probabilities of prompts
