@@ -117,7 +117,7 @@ class _Launch:
         self._has_serve = False  # whether Ray Serve runs for this server alone
         self._deployed = False
         self._replaces = False  # what runs already, by another version
-        self._placed: Mapping[str, int] | None = None  # replicas with room, as the user was last told; None: all
+        self._short: Shortage | None = None  # as the user was last told
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
         """Handles SIGINT and SIGTERM."""
@@ -172,7 +172,7 @@ class _Launch:
             self._obey()
             try:
                 self._follow()
-                self._tell_room(self._config)
+                self._tell_room(_scaled_as(self._config, targets()))
                 overview = _overview()
             except Exception as error:
                 if self._config.address is not None and _is_stopped():
@@ -382,12 +382,11 @@ class _Launch:
     def _tell_room(self, config: Config, at_most: bool = False) -> None:
         """Prints what a cluster that was joined lacks, if that changed. `at_most`: or what autoscaling may lack."""
         short = self._shortage(config)
-        placed = None if short is None else short.placed
-        if short is not None and placed != self._placed:
+        if short is not None and (self._short is None or _room(short) != _room(self._short)):
             self._print_room(told(short, config))
         elif short is None and at_most and (most := self._shortage(config, most=True)) is not None:
             self._print_room(told(most, config, most=True))
-        self._placed = placed
+        self._short = short
 
     def _print_room(self, text: str) -> None:
         (self._print_now if self._runs else self._print)(text)
@@ -400,15 +399,27 @@ class _Launch:
         return shortage(config, machines_of(ray.nodes()), routers, most)
 
     def _fits(self) -> dict[str, int]:
-        """How many have room of each deployment in Serve for which the cluster has too little. Of a model it is one at
-        least: without any there is nothing to be served."""
+        """How many have room of each deployment in Serve for which the cluster has too little. While processes are
+        replaced, these are those of which nothing has room."""
         config = self._config
         there = machines_of(ray.nodes()) if config.router_hosts else {}
         found = {router_deployment(config, host): 0 for host in config.router_hosts if host not in there}
-        if not self._replaces and (short := self._shortage(config)) is not None:
-            models = [each for each in config.deployments if short.placed[each.name] < each.replicas]
-            found |= {config.deployment_name(each): max(1, short.placed[each.name]) for each in models}
+        if (short := self._shortage(config)) is not None:
+            with_room = _with_room(config, short)
+            for each, there_is in zip(config.deployments, with_room.deployments, strict=True):
+                number = there_is.replicas if each.name not in self._without_room(short) else 0
+                if number < each.replicas and not (self._replaces and number):
+                    found[config.deployment_name(each)] = number
         return found
+
+    def _without_room(self, short: Shortage | None) -> frozenset[str]:
+        """The models of which no replica has room, while those of others have: these are served."""
+        if short is None or not any(short.placed.values()):
+            return frozenset()
+        return frozenset(name for name, number in short.placed.items() if not number)
+
+    def _is_ready(self, without: frozenset[str] = frozenset()) -> bool:
+        return _is_ready(f"{self._url}/ready", self._config, without)
 
     def _serves(self, overview: ApplicationStatusOverview | None) -> bool:
         """Whether all runs in Serve that has room."""
@@ -452,11 +463,15 @@ class _Launch:
         while True:
             overview = _overview()
             self._tell_room(self._config)
-            if self._serves(overview) and _is_ready(f"{self._url}/ready", self._config):
+            if self._serves(overview) and self._is_ready(self._without_room(self._short)):
                 return
             if reason := _failure(overview):
                 raise LaunchError(reason)
             if time.monotonic() > deadline:
+                if not self._replaces and self._is_ready():
+                    # Others have what it lacks, or a machine came late: what serves goes on.
+                    self._print(f"after start_timeout_s={within_s:g} not all serve: {_short(overview)}")
+                    return
                 raise LaunchError(f"not ready after start_timeout_s={within_s:g}: {_short(overview)}")
             waited_for = ", ".join(deployment.model for deployment in self._config.deployments) or "the routers"
             self._say(f"waiting for {waited_for}: {_short(overview)}")
@@ -472,7 +487,7 @@ class _Launch:
         self._print(f"\nReady after {time.monotonic() - self._begun:.0f} s")
         loads = _loads(f"{self._url}/state", self._config)
         for deployment in self._config.deployments:
-            placed = None if self._placed is None else self._placed[deployment.name]
+            placed = None if self._short is None else self._short.placed[deployment.name]
             self._print(f"  {deployment.name}: {derived(deployment, loads.get(deployment.name, ()), placed)}")
         urls = self._urls()
         self._print(f"\nShoal serves {', '.join(names)} at {' and '.join(f'{url}/v1' for url in urls)}\n")
@@ -596,7 +611,11 @@ def _with_room(config: Config, short: Shortage | None) -> Config:
         placed = deployment.replicas if short is None else max(1, short.placed[deployment.name])
         return deployment.model_copy(update={"replicas": min(deployment.replicas, placed)})
 
-    return config.changed(change)
+    return config.changed(change).model_copy(update={"routers": config.num_routers})
+
+
+def _room(short: Shortage) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    return short.wanted, short.placed
 
 
 def _scaled_as(config: Config, targets: Mapping[str, int]) -> Config:
@@ -682,11 +701,12 @@ def _loads(url: str, config: Config) -> dict[str, list[dict[str, Any]]]:
     return {it["name"]: [each["load"] for each in it["replicas"] if each["load"]] for it in models}
 
 
-def _is_ready(url: str, config: Config) -> bool:
-    """Whether each model that replicas serve has one that a router has reached, but for those that sleep by now."""
-    sleep = {deployment.name for deployment in config.deployments if deployment.may_sleep}
+def _is_ready(url: str, config: Config, without: frozenset[str] = frozenset()) -> bool:
+    """Whether each model that replicas serve has one that a router has reached, but for those that sleep by now, and
+    for `without`."""
+    excused = without | {deployment.name for deployment in config.deployments if deployment.may_sleep}
     try:
-        return all(number or name in sleep for name, number in _asked(url, config)["models"].items())
+        return all(number or name in excused for name, number in _asked(url, config)["models"].items())
     except (OSError, ValueError):
         return False
 

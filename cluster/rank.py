@@ -13,6 +13,7 @@ from cluster.log_lines import LogFormat
 from cluster.models import resolve, with_draft_folder
 from cluster.plane import cluster_secret
 from worker.folders import cache_folder
+from worker.niceness import run_steps
 from worker.progress import NewestSteps, WorkProgress
 from worker.spinning import limit_spinning
 
@@ -118,6 +119,10 @@ class Rank:
         """Runs the rank's loop. Raises the error that ends it."""
         if self._loop is None:
             raise RuntimeError("call load before run")
+        run_steps(self._serve, self._loop.device)
+
+    def _serve(self) -> None:
+        assert self._loop is not None
         if self._server is not None:
             self._server.warm_up()
         self._loop.run()

@@ -30,6 +30,7 @@ import msgspec
 from cluster.config import ReplicaConfig
 from cluster.hang import Stalled
 from worker.config import WorkerConfig
+from worker.niceness import run_steps
 from worker.spinning import limit_spinning
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def _serve(spec: _ReplicaSpec, pipe: IO[bytes]) -> int:
     server = open_server(Path(spec.model), config, HOST, spec.secret)
     _report(pipe, _Report(ready=published(server)))
     threading.Thread(target=_attend, args=(server, pipe), daemon=True).start()
-    server.run()
+    run_steps(server.run, server.device)
     return 0
 
 

@@ -222,7 +222,8 @@ class Supervisor:
                         return subprocess.CompletedProcess(starting.args, starting.returncode, out, err)
                     there = {process.info["name"] for process in processes(HEART[self._machine.role])}
                     if ended := seen - there:
-                        say(f"{' and '.join(sorted(ended))} ended while Ray was started, which begins again")
+                        why = _last_words()
+                        say(f"{' and '.join(sorted(ended))} ended while Ray was started, which begins again{why}")
                         return None
                     seen |= there
                 say(f"Ray has not started within {UP_S:g} s, and is started again")
@@ -280,6 +281,14 @@ class _Turn:
 
     def stop(self) -> None:
         self._next_s = float("inf")
+
+
+def _last_words() -> str:
+    """Returns the end of the newest raylet's errors, for people; empty if there are none."""
+    with contextlib.suppress(OSError):
+        text = (Path(ENVIRONMENT["TMPDIR"]) / "ray/session_latest/logs/raylet.err").read_text(errors="replace")
+        return f": {text[-2000:].strip()}" if text.strip() else ""
+    return ""
 
 
 def _end_with_parent() -> None:

@@ -43,6 +43,7 @@ ALLOWED = {
     },
     "router.http": {
         "router.wire", "router.config", "router.metrics", "router.streaming", "router.access",
+        "worker.sparse_log",
     },
     "router.prepare": {
         "router.wire", "router.chat", "router.formats", "router.text", "router.config", "router.programs",

@@ -11,16 +11,42 @@ replicas and a router on one core, TTFT P99 of a client alongside four attacks o
 `STEPS_NICE`: 2.0 to 4.0 and 1.0 to 2.6 times as long as without the attack. Without other load nothing changes.
 """
 
+import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 
 STEPS_NICE, YIELDING_NICE = 4, 14
 _LOWEST = 19
 
 
 def yield_to_others(nice: int) -> None:
-    """Lowers the priority of this thread, and of those that it starts."""
+    """Lowers the priority of this thread, and of those that it starts, unless the system forbids it."""
     if nice and sys.platform == "linux":  # elsewhere priorities belong to processes
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(_LOWEST, os.getpriority(os.PRIO_PROCESS, thread) + nice))
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, min(_LOWEST, os.getpriority(os.PRIO_PROCESS, thread) + nice))
+
+
+def run_steps(work: Callable[[], None], device: str) -> None:
+    """Runs `work`, which computes steps on a device. On a CPU that is done in a thread of its own, which yields to
+    others: the threads among which PyTorch divides its products belong to it, and do so, too. Raises what `work`
+    raises."""
+    if device != "cpu":
+        return work()
+    done: Future[None] = Future()
+
+    def yielding() -> None:
+        yield_to_others(STEPS_NICE)
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    # A daemon: a step that hangs does not keep the process from ending.
+    threading.Thread(target=yielding, name="steps", daemon=True).start()
+    done.result()

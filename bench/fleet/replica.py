@@ -297,7 +297,7 @@ class FleetReplica:
         room = seq.missing
         most = self._shares.most_prompt_tokens(budget.least_chunk)
         if most is not None and not self._shares.is_quiet(seq.share.tenant):
-            room = min(room, most - (budget.shape.tokens - len(self._decoding)))
+            room = min(room, most - (budget.shape.tokens - budget.shape.decodes))
         chunk = budget.chunk(seq.computed, seq.missing, room)
         if chunk <= 0:
             return

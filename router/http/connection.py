@@ -2,7 +2,9 @@
 fitting HTTP status."""
 
 import asyncio
+import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from http import HTTPStatus
@@ -25,6 +27,7 @@ PROBE_AFTER_S, PROBE_AGAIN_S, PROBE_EVERY_S = 1.0, 0.25, 5.0
 # Bytes that may come for each byte of a body, with the framing of chunks: a chunk of one byte takes six.
 FRAMING_BYTES = 8
 
+_IPV4_MAPPED = bytes(10) + b"\xff\xff"  # where IPv6 sockets take IPv4, too
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 COMMENT = b":\n\n"  # a comment among server-sent events
 
@@ -45,37 +48,70 @@ class WaitingConnections:
     """The connections of a server that wait for a request, or for the rest of one: those that may be closed to make
     room, since no client waits for an answer there. By the address of the other side, which may be a proxy's."""
 
-    MAX_REPLACED = 64  # connections a second that may take the place of others of the same peer, which has the most
+    # Connections that have waited less than `FRESH_S` seconds are replaced `MAX_REPLACED` times a second by a peer that
+    # has half as many as any has. One that opens connection after connection would keep the loop from all others.
+    MAX_REPLACED, FRESH_S = 64, 2.0
 
     def __init__(self) -> None:
-        self._by_peer: dict[str, dict[ClientConnection, None]] = {}
-        self._replaced, self._since_s = 0, 0.0
+        self._by_peer: dict[str, dict[ClientConnection, float]] = {}  # with the time from which they wait
+        self._by_number: dict[int, dict[str, None]] = {}  # peers, by their number of connections
+        self._most = 0
+        self._replaced, self._since_s = Counter[str](), 0.0
 
     def may_replace(self, peer: str) -> bool:
-        """Whether a new connection of `peer` may take the place of one that waits, where there are too many. Of the
-        peer that has the most itself, `MAX_REPLACED` may in a second: one that opens connection after connection would
-        keep the event loop from all others."""
-        if len(self._by_peer.get(peer, ())) < max(map(len, self._by_peer.values()), default=0):
+        """Whether a new connection of `peer` may take the place of one that waits, where there are too many."""
+        if self._most == 0:
+            return True  # `connection_made` refuses it, with an answer
+        if 2 * len(self._by_peer.get(peer, ())) < self._most:
             return True
         now_s = time.monotonic()
+        longest = next(iter(self._by_number[self._most]))
+        if now_s - next(iter(self._by_peer[longest].values())) >= self.FRESH_S:
+            return True
         if now_s - self._since_s >= 1.0:
-            self._replaced, self._since_s = 0, now_s
-        self._replaced += 1
-        return self._replaced <= self.MAX_REPLACED
+            self._replaced, self._since_s = Counter(), now_s
+        if self._replaced[peer] >= self.MAX_REPLACED:
+            return False
+        self._replaced[peer] += 1
+        return True
 
     def add(self, connection: "ClientConnection") -> None:
-        self._by_peer.setdefault(connection.peer, {})[connection] = None
+        of_peer = self._by_peer.setdefault(connection.peer, {})
+        if connection not in of_peer:
+            self._counts(connection.peer, len(of_peer), len(of_peer) + 1)
+            of_peer[connection] = time.monotonic()
 
     def discard(self, connection: "ClientConnection") -> None:
         of_peer = self._by_peer.get(connection.peer, {})
-        of_peer.pop(connection, None)
-        if not of_peer:
-            self._by_peer.pop(connection.peer, None)
+        if of_peer.pop(connection, None) is not None:
+            self._counts(connection.peer, len(of_peer) + 1, len(of_peer))
+            if not of_peer:
+                del self._by_peer[connection.peer]
 
     def dispensable(self) -> "ClientConnection | None":
-        """The one that has waited longest, of the peer that has the most."""
-        of_peer = max(self._by_peer.values(), key=len, default={})
-        return next(iter(of_peer), None)
+        """The one that has waited longest, of a peer that has the most."""
+        if not self._most:
+            return None
+        return next(iter(self._by_peer[next(iter(self._by_number[self._most]))]))
+
+    def _counts(self, peer: str, before: int, now: int) -> None:
+        if before:
+            del self._by_number[before][peer]
+            if not self._by_number[before]:
+                del self._by_number[before]
+        if now:
+            self._by_number.setdefault(now, {})[peer] = None
+        self._most = max(self._most, now)
+        if self._most not in self._by_number:  # its only peer has one less now
+            self._most = now
+
+
+def peer_of(address: str) -> str:
+    """Returns the address by which a client is known: of IPv6 the network, whose 64 bits of addresses it has."""
+    if ":" not in address:
+        return address
+    network = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
+    return address if network.startswith(_IPV4_MAPPED) else network[:8].hex()
 
 
 def last_answer(error: ApiError, default_headers: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
@@ -116,7 +152,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, limits: RouterConfig, waiting: WaitingConnections, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._waiting = waiting
+        self._waiting, self._peer = waiting, ""
         self._unread = 0  # bytes of the last answer that the client had not read when its time was over
         self.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # a float works too
         self._limits = limits
@@ -131,13 +167,14 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def peer(self) -> str:
-        """The address of the other side, without its port."""
-        return self.client[0] if self.client else ""
+        """The address of the other side, as `peer_of` has it."""
+        return self._peer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Where there are too many connections, makes room by closing one that waits for a request; refuses this one
         if none does."""
         super().connection_made(transport)  # type: ignore[arg-type]  # always a stream transport
+        self._peer = peer_of(self.client[0]) if self.client else ""
         if len(self.connections) > self._limits.max_connections:
             dispensable = self._waiting.dispensable()
             if dispensable is None:

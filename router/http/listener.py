@@ -16,7 +16,8 @@ from starlette.types import ASGIApp
 
 from router.config import RouterConfig
 from router.http.certificate import Certificate
-from router.http.connection import WaitingConnections, last_answer, protocol, too_many
+from router.http.connection import WaitingConnections, last_answer, peer_of, protocol, too_many
+from worker.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ NO_FILES_S = 0.1  # until the next attempt, where descriptors are lacking
 # Seconds that a connection for which there is no room waits for the answer that says so: a client that opens the next
 # one then opens fewer. Connections that may wait; further ones are answered immediately.
 REFUSED_S, MAX_REFUSED = 1.0, 1024
+MAX_UNREAD_BYTES = 256 << 10  # of a request that is refused so, which are read and dropped
+HANDSHAKES_END_S = 1.0  # wait for TLS handshakes in flight when the server ends
 # TCP keep-alive, for clients whose machine has vanished: seconds of silence before the kernel probes, seconds between
 # probes, and how many go unanswered before it gives the connection up. In all two minutes.
 VANISHED = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
@@ -126,6 +129,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._limits, self._waiting = limits, waiting
         self._no_room = last_answer(too_many(limits))
+        self._failures = SparseLog(log)
         self._refused: deque[socket.socket] = deque()
         self._connecting: set[asyncio.Task[Any]] = set()
         self.up = asyncio.Event()
@@ -157,13 +161,26 @@ class _Server(uvicorn.Server):
         except (BlockingIOError, ConnectionAbortedError):
             pass
         except OSError as error:
-            log.error("a connection cannot be accepted: %s", error)
+            self._failures.warning("a connection cannot be accepted: %s", error)
+            self._end_refused()
+            if (dispensable := self._waiting.dispensable()) is not None:
+                dispensable.make_room()
             loop.remove_reader(listening)
             loop.call_later(NO_FILES_S, self._take_from, listening)
 
+    def _accept_rest(self, listening: socket.socket) -> None:
+        """Accepts all connections that the kernel has."""
+        while True:
+            try:
+                self._connect(listening.accept()[0])
+            except ConnectionAbortedError:
+                continue
+            except OSError:
+                return
+
     def _has_room_for(self, peer: str) -> bool:
-        num_open = len(self.server_state.connections) + len(self._connecting)
-        return num_open < self._limits.max_connections or self._waiting.may_replace(peer)
+        num_open = len(self.server_state.connections)
+        return num_open < self._limits.max_connections or self._waiting.may_replace(peer_of(peer))
 
     def _turn_away(self, client: socket.socket) -> None:
         """Closes a connection, after a while, without the cost of one that is served."""
@@ -181,10 +198,15 @@ class _Server(uvicorn.Server):
 
     def _refuse(self, client: socket.socket) -> None:
         """Closes a connection with an answer that says why, if it is one without TLS."""
-        with contextlib.suppress(OSError), client:
+        with client:
             client.setblocking(False)
-            if self.config.ssl is None:
+            if self.config.ssl is not None:
+                return
+            with contextlib.suppress(OSError):  # what was sent and not read would reset the connection, and the answer
+                client.recv(MAX_UNREAD_BYTES)
+            with contextlib.suppress(OSError):
                 client.send(self._no_room)
+                client.shutdown(socket.SHUT_WR)
 
     def _connect(self, client: socket.socket) -> None:
         """Serves a connection. One that ends in its TLS handshake is no error."""
@@ -215,12 +237,12 @@ class _Server(uvicorn.Server):
         # The first of those that wait in the kernel may be answered before uvicorn has closed the last.
         self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
         for each in open_sockets:
-            with contextlib.suppress(OSError):
-                while True:
-                    self._connect(each.accept()[0])
+            self._accept_rest(each)
         self._end_refused()
         if self._connecting:
-            await asyncio.wait(self._connecting)
+            _, late = await asyncio.wait(self._connecting, timeout=HANDSHAKES_END_S)
+            for connecting in late:
+                connecting.cancel()
         await super().shutdown(open_sockets)
 
     def _connection(self) -> asyncio.Protocol:

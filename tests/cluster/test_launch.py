@@ -461,9 +461,43 @@ def test_a_server_is_ready_once_all_runs_that_has_room(
     assert written.getvalue().count("room for 3 of") == (replicas > 3)
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_models_with_room_are_served_without_those_that_have_none(
+    replaces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 4.0}}]
+    monkeypatch.setattr(launch.ray, "nodes", lambda: nodes)
+    models = [{"name": "small", "model": "a", "device": "cpu"}, {"name": "large", "model": "b", "device": "cuda"}]
+    config = Config(address="auto", replicas=1, routers=1, router_hosts=["10.0.0.1"], models=models)
+    written = io.StringIO()
+    one = launch._Launch(config, Console(file=written, width=500))
+    one._replaces = replaces
+    one._tell_room(config)
+    small, large = (each.name for each in config.deployments)
+    assert one._without_room(one._short) == {large} and "room for 0 of replicas=1 of large only" in written.getvalue()
+    names = [config.deployment_name(each) for each in config.deployments]
+    there = overview((names[0], "HEALTHY", 1), (names[1], "UPDATING", 0), ("Router", "HEALTHY", 1))
+    assert one._serves(there)
+    monkeypatch.setattr(launch, "_asked", lambda url, config: {"models": {small: 1, large: 0}})
+    assert one._is_ready(frozenset([large])) and not one._is_ready()
+
+
+def test_what_lacks_is_told_again_when_another_number_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 4.0}}]
+    monkeypatch.setattr(launch.ray, "nodes", lambda: nodes)
+    config = Config(address="auto", device="cpu", replicas=4, routers=1, router_hosts=["10.0.0.1"])
+    written = io.StringIO()
+    one = launch._Launch(config, Console(file=written, width=500))
+    for replicas in (4, 4, 8):
+        one._tell_room(config.changed(lambda each, number=replicas: each.model_copy(update={"replicas": number})))
+    assert written.getvalue().count("replicas=4") == written.getvalue().count("replicas=8") == 1
+
+
 def test_a_new_version_asks_for_no_more_than_has_room() -> None:
     config = Config(replicas=4)
     assert launch._with_room(config, None).deployments[0].replicas == 4
+    few = launch._with_room(config, Shortage({}, {config.deployments[0].name: 1}, {}, {}, 1))
+    assert few.num_routers == config.num_routers
     for placed, number in ((3, 3), (0, 1)):
         short = Shortage({"default": 4}, dict.fromkeys([config.deployments[0].name], placed), {}, {}, 1)
         assert launch._with_room(config, short).deployments[0].replicas == number

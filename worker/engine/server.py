@@ -57,7 +57,6 @@ from worker.messages import (
     encode,
     work_together,
 )
-from worker.niceness import STEPS_NICE, yield_to_others
 from worker.progress import WorkProgress
 from worker.sparse_log import SparseLog
 
@@ -161,8 +160,6 @@ class Server:
         engine cannot go on."""
         beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         beats.start()
-        if self.engine.executor.device.type == "cpu":
-            yield_to_others(STEPS_NICE)
         try:
             with frozen_heap(), self._talking:
                 while not self._stopping.is_set():
@@ -183,6 +180,11 @@ class Server:
             self._ended.set()
             beats.join()
             self.close()
+
+    @property
+    def device(self) -> str:
+        """The kind of device that computes steps: `cpu`, `cuda`."""
+        return self.engine.executor.device.type
 
     @property
     def progress(self) -> WorkProgress | None:

@@ -18,6 +18,7 @@ from worker.executor.gpu_defaults import resolve_device
 from worker.executor.model_runner import ModelRunner
 from worker.executor.multi_rank import Follower, MultiRankExecutor, end, other_ranks
 from worker.executor.weight_loader import Progress
+from worker.niceness import run_steps
 from worker.parallel.meeting import Meeting
 from worker.parallel.rank_store import find_store, open_store
 from worker.spinning import limit_spinning
@@ -108,7 +109,8 @@ def _main() -> None:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=_RankSpec)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     config = WorkerConfig.model_validate(spec.config)
-    Follower(Path(spec.model), config, spec.rank, find_store(spec.meeting)).run()
+    follower = Follower(Path(spec.model), config, spec.rank, find_store(spec.meeting))
+    run_steps(follower.run, follower.device)
 
 
 def _end_with_parent() -> None:

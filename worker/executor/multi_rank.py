@@ -38,7 +38,6 @@ from worker.executor.executor import Executor, ForwardOutput
 from worker.executor.gpu_defaults import resolve_device
 from worker.executor.model_runner import ModelRunner
 from worker.executor.weight_loader import Progress
-from worker.niceness import STEPS_NICE, yield_to_others
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.parallel.rank_store import CONNECT_S, RankStore
 from worker.parallel.rendezvous import Rendezvous
@@ -367,8 +366,6 @@ class Follower:
     def run(self) -> None:
         """Runs plans until the leading rank closes. Raises an error of a step, after reporting it to the other ranks.
         Raises RankLost if another rank failed first."""
-        if self._runner.device.type == "cpu":
-            yield_to_others(STEPS_NICE)
         try:
             self._follow()
             _leave_together(self._stage, self._runner.device)
@@ -378,6 +375,11 @@ class Follower:
             raise
         finally:
             self.close()
+
+    @property
+    def device(self) -> str:
+        """The kind of device that computes steps: `cpu`, `cuda`."""
+        return self._runner.device.type
 
     @property
     def newest_steps(self) -> NewestSteps:

@@ -253,7 +253,7 @@ class StepBuilder:
     def _chunk(self, seq: Sequence, start: int, missing: int) -> int:
         room, most, shares = missing, self._most_prompt_tokens, self._shares
         if most is not None and shares is not None and missing > 1 and not shares.is_quiet(seq.share.tenant):
-            room = min(missing, most - (self.budget.shape.tokens - len(self._decodes)))
+            room = min(missing, most - (self.budget.shape.tokens - self.budget.shape.decodes))
         return self.budget.chunk(start, missing, room)
 
     def _token_ids(self, sequences: list[Sequence]) -> list[np.ndarray]:

@@ -106,9 +106,9 @@ def test_all_connections_that_wait_are_accepted_in_a_turn_of_the_event_loop() ->
 def test_who_opens_connection_after_connection_is_turned_away_and_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once its own have taken the place of its own a few times, so that each turn costs next to nothing."""
+    """So that each turn costs next to nothing. (The first come in the same turn, before any is served.)"""
     monkeypatch.setattr(module, "REFUSED_S", 0.0)
-    monkeypatch.setattr(module.WaitingConnections, "MAX_REPLACED", 2)
+    monkeypatch.setattr(module.WaitingConnections, "MAX_REPLACED", 0)
     monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: 1.0))  # all within a second
 
     async def run() -> None:
@@ -118,14 +118,53 @@ def test_who_opens_connection_after_connection_is_turned_away_and_others_are_ser
                 for client in held[:2]:  # closed to make room
                     assert await asyncio.to_thread(client.recv, 1) == b""
                 refused = open_to_the_end.enter_context(connected(listener))
+                refused.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # unread, it would reset the connection
                 refusal = (await asyncio.to_thread(refused.recv, 1 << 16)).decode()
                 assert refusal.startswith("HTTP/1.1 503 ") and "too_many_connections" in refusal
                 assert "retry-after: 1" in refusal.lower()
+                assert await asyncio.to_thread(refused.recv, 1) == b""
                 other = open_to_the_end.enter_context(connected(listener, "127.0.0.2"))
                 other.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert (await asyncio.to_thread(other.recv, 1 << 16)).startswith(b"HTTP/1.1 200 ")
 
     asyncio.run(run())
+
+
+def test_a_place_is_found_for_who_has_few_connections_and_for_whom_others_have_waited_long() -> None:
+    class Connection:
+        def __init__(self, peer: str) -> None:
+            self.peer = peer
+
+    now_s, waiting = 0.0, connection.WaitingConnections()
+    many = [Connection("a") for _ in range(5)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: now_s))
+        patch.setattr(waiting, "MAX_REPLACED", 1)
+        assert waiting.may_replace("a") and waiting.dispensable() is None
+        for each in [*many, Connection("b"), Connection("b"), Connection("c"), Connection("c"), Connection("c")]:
+            waiting.add(each)
+        assert waiting.dispensable() is many[0]
+        assert [waiting.may_replace(peer) for peer in "aaccbb"] == [True, False, True, False, True, True]
+        now_s = 2.0  # others have waited long: they may go
+        assert [waiting.may_replace(peer) for peer in "aa"] == [True, True]
+        for each in many[:3]:
+            waiting.discard(each)
+            waiting.discard(each)
+        assert waiting.dispensable().peer == "c"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::ffff", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%eth0", "fe80::2%eth1", True),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+    ],
+)
+def test_a_client_of_ipv6_has_a_network(one: str, other: str, same: bool) -> None:
+    assert (connection.peer_of(one) == connection.peer_of(other)) is same
 
 
 def test_a_listener_goes_on_where_descriptors_were_lacking(monkeypatch: pytest.MonkeyPatch) -> None:

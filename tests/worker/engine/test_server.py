@@ -1,8 +1,6 @@
 """The server on a real socket with fake parts, spoken to as a router does."""
 
-import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -49,7 +47,6 @@ from worker.messages import (
     decode_from_replica,
     encode,
 )
-from worker.niceness import STEPS_NICE
 from worker.progress import WorkProgress
 from worker.scheduler.scheduled_step import SchedulerOutput
 
@@ -212,13 +209,6 @@ def test_streams_tokens_to_the_router_that_asked(serve):
     assert set(a.outputs) == {"x"} and set(b.outputs) == {"y"}
     assert [len(o.token_ids) for o in a.outputs["x"]] == [1] * 5
     assert a.outputs["x"][0].cached_tokens == 0 and a.outputs["x"][0].queue_s >= 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
-def test_steps_on_a_cpu_yield_to_other_threads(serve):
-    running = serve()
-    asked = running.server.at_rest(lambda engine: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-    assert asked == min(19, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + STEPS_NICE)
 
 
 def test_many_at_once(serve):
