@@ -5,14 +5,15 @@ import sys
 
 import pytest
 
+from worker.niceness import YIELDING_NICE
 from worker.structured_output.compiling.forks import ended
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has descriptors of processes")
 # Both end with the status 3 once they yield, and with 4 if they do not after ten times the CPU time.
-SPINS = """
+SPINS = f"""
 import os, time
 while time.process_time() < 2.5:
-    if os.getpriority(os.PRIO_PROCESS, 0) == 10:
+    if os.getpriority(os.PRIO_PROCESS, 0) == {YIELDING_NICE}:
         os._exit(3)
 os._exit(4)
 """
